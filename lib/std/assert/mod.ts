@@ -6,8 +6,12 @@
 
 import { AssertionError, deepStrictEqual, notDeepStrictEqual } from "node:assert";
 
-/** A class of errors. */
-type ErrorClass<E extends Error> = abstract new (...args: never[]) => E;
+/** What follows the function in assertThrows and assertRejects. */
+type ExpectedError = [
+  classOrMessage?: (abstract new (...args: never[]) => Error) | string | undefined,
+  messageIncludes?: string | undefined,
+  message?: string | undefined,
+];
 
 /**
  * Requires a value to be truthy.
@@ -87,27 +91,44 @@ export function assertStringIncludes(actual: string, expected: string, message?:
  * Requires a function to throw.
  *
  * @param fn The function.
+ * @param message What to say otherwise.
+ * @returns What was thrown.
+ */
+export function assertThrows(fn: () => unknown, message?: string): unknown;
+/**
+ * Requires a function to throw an error of a class.
+ *
+ * @param fn The function.
  * @param errorClass The class that the error must belong to.
  * @param messageIncludes What its message must hold.
  * @param message What to say otherwise.
  * @returns The error.
  */
-export function assertThrows<E extends Error = Error>(
+export function assertThrows<E extends Error>(
   fn: () => unknown,
-  errorClass?: ErrorClass<E>,
+  errorClass: abstract new (...args: never[]) => E,
   messageIncludes?: string,
   message?: string,
-): E {
+): E;
+export function assertThrows(fn: () => unknown, ...expected: ExpectedError): unknown {
   try {
     fn();
   } catch (error) {
-    return checkError(error, { errorClass, messageIncludes, message });
+    return checkError(error, expected);
   }
-  return fail(message ?? "Expected function to throw");
+  return fail(messageOf(expected) ?? "Expected function to throw");
 }
 
 /**
  * Requires a promise to be rejected.
+ *
+ * @param fn Makes the promise.
+ * @param message What to say otherwise.
+ * @returns What it was rejected with.
+ */
+export function assertRejects(fn: () => PromiseLike<unknown>, message?: string): Promise<unknown>;
+/**
+ * Requires a promise to be rejected with an error of a class.
  *
  * @param fn Makes the promise.
  * @param errorClass The class that the error must belong to.
@@ -115,24 +136,28 @@ export function assertThrows<E extends Error = Error>(
  * @param message What to say otherwise.
  * @returns The error.
  */
-export async function assertRejects<E extends Error = Error>(
+export function assertRejects<E extends Error>(
   fn: () => PromiseLike<unknown>,
-  errorClass?: ErrorClass<E>,
+  errorClass: abstract new (...args: never[]) => E,
   messageIncludes?: string,
   message?: string,
-): Promise<E> {
+): Promise<E>;
+export async function assertRejects(
+  fn: () => PromiseLike<unknown>,
+  ...expected: ExpectedError
+): Promise<unknown> {
   let promise: PromiseLike<unknown>;
   try {
     promise = fn();
   } catch (error) {
-    return fail(message ?? `Expected a rejected promise, but the function threw: ${error}`);
+    return fail(messageOf(expected) ?? `Expected a rejection, but the function threw: ${error}`);
   }
   try {
     await promise;
   } catch (error) {
-    return checkError(error, { errorClass, messageIncludes, message });
+    return checkError(error, expected);
   }
-  return fail(message ?? "Expected promise to be rejected");
+  return fail(messageOf(expected) ?? "Expected promise to be rejected");
 }
 
 /**
@@ -144,21 +169,22 @@ export function fail(message = "Failed"): never {
   throw new AssertionError({ message });
 }
 
-function checkError<E extends Error>(error: unknown, expected: {
-  errorClass: ErrorClass<E> | undefined;
-  messageIncludes: string | undefined;
-  message: string | undefined;
-}): E {
-  const { errorClass, messageIncludes = "", message } = expected;
-  if (!(error instanceof (errorClass ?? Error))) {
-    return fail(message ?? `Expected ${errorClass?.name ?? "an Error"}, found ${error}`);
+function checkError(error: unknown, expected: ExpectedError): unknown {
+  const [errorClass, messageIncludes = ""] = expected;
+  if (errorClass === undefined || typeof errorClass === "string") return error;
+  const message = messageOf(expected);
+  if (!(error instanceof errorClass)) {
+    return fail(message ?? `Expected ${errorClass.name}, found ${error}`);
   }
   if (!error.message.includes(messageIncludes)) {
-    return fail(
-      message ?? `Expected message to hold ${JSON.stringify(messageIncludes)}: ${error.message}`,
-    );
+    const text = JSON.stringify(messageIncludes);
+    return fail(message ?? `Expected message to hold ${text}: ${error.message}`);
   }
-  return error as E;
+  return error;
+}
+
+function messageOf([classOrMessage, , message]: ExpectedError): string | undefined {
+  return typeof classOrMessage === "string" ? classOrMessage : message;
 }
 
 function explain(error: unknown, message: string | undefined): unknown {

@@ -48,7 +48,7 @@ const NUMBER = /^(?:0x[0-9a-f]+|[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)$/i;
  * // { _: [], mode: "tick", json: true }
  * ```
  */
-export function parseArgs(args: readonly string[], options: ParseOptions = {}): Args {
+export function parseArgs(args: string[], options: ParseOptions = {}): Args {
   const aliases = aliasMap(options.alias ?? {});
   const strings = namesOf(options.string, aliases);
   const booleans = namesOf(options.boolean, aliases);

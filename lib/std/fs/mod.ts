@@ -4,7 +4,7 @@
  * @module
  */
 
-import { basename, join, relative, resolve } from "@std/path";
+import { join, relative, resolve, SEPARATOR } from "@std/path";
 
 /**
  * Makes sure that a folder exists, with those above it.
@@ -15,7 +15,7 @@ import { basename, join, relative, resolve } from "@std/path";
 export function ensureDirSync(dir: string): void {
   if (existsSync(dir, { isDirectory: true })) return;
   if (existsSync(dir)) {
-    throw new Error(`Cannot ensure folder "${dir}": there is something else of that name`);
+    throw new Error(`Cannot make folder "${dir}": something else has that name`);
   }
   Deno.mkdirSync(dir, { recursive: true });
 }
@@ -25,71 +25,73 @@ export function ensureDirSync(dir: string): void {
  *
  * @param path Path to look at.
  * @param options What it must be.
- * @returns False also where a folder on the way is missing or is a file.
+ * @returns True also for what is there but may not be looked at.
+ * @throws {Deno.errors.NotADirectory} If a part of the way is a file.
  */
 export function existsSync(
   path: string,
   options: { isDirectory?: boolean; isFile?: boolean } = {},
 ): boolean {
-  let info: Deno.FileInfo;
   try {
-    info = Deno.statSync(path);
+    const info = Deno.statSync(path);
+    return (!options.isDirectory || info.isDirectory) && (!options.isFile || info.isFile);
   } catch (error) {
-    if (error instanceof Deno.errors.NotFound || error instanceof Deno.errors.NotADirectory) {
-      return false;
-    }
+    if (error instanceof Deno.errors.NotFound) return false;
+    if (error instanceof Deno.errors.PermissionDenied) return true;
     throw error;
   }
-  return (!options.isDirectory || info.isDirectory) && (!options.isFile || info.isFile);
 }
 
 /**
  * Copies a file, a link or a folder with all it holds. Links are copied as links.
  *
  * @param src What to copy.
- * @param dest The name of the copy.
- * @param options With `overwrite`, what is there already is replaced, or merged with where it is a folder.
+ * @param dest Name of the copy, not of the folder that is to hold it.
+ * @param options With `overwrite`, files that are there already are replaced and folders are merged.
  * @throws {Deno.errors.AlreadyExists} If `dest` exists and `overwrite` is not set.
- * @throws {Error} If `dest` is `src`, or a folder below it.
+ * @throws {Error} If `dest` is `src` or lies inside it, or if a folder would replace a file.
  */
 export function copySync(src: string, dest: string, options: { overwrite?: boolean } = {}): void {
   const from = resolve(src);
   const to = resolve(dest);
-  if (from === to) throw new Error(`Cannot copy "${src}": source and copy are the same`);
-  const info = Deno.lstatSync(from);
-  if (info.isDirectory && !relative(from, to).startsWith("..")) {
-    throw new Error(`Cannot copy folder "${src}": the copy "${dest}" lies inside it`);
+  if (from === to) throw new Error(`Cannot copy "${src}": the copy would have the same name`);
+  if (Deno.lstatSync(from).isDirectory && isInside(from, to)) {
+    throw new Error(`Cannot copy folder "${src}": the copy "${dest}" would lie inside it`);
   }
-  if (!options.overwrite && linkExists(to)) {
-    throw new Deno.errors.AlreadyExists(`Cannot copy to "${dest}": it exists already`);
-  }
-  copyEntry(from, to, info);
+  copyEntry(from, to, options.overwrite ?? false);
 }
 
-function copyEntry(from: string, to: string, info: Deno.FileInfo): void {
-  if (info.isSymlink) {
-    if (linkExists(to)) Deno.removeSync(to);
+function copyEntry(from: string, to: string, overwrite: boolean): void {
+  const source = Deno.lstatSync(from);
+  const target = lstatOrNull(to);
+  if (target && source.isDirectory && !target.isDirectory) {
+    throw new Error(`Cannot copy folder "${from}": "${to}" is no folder`);
+  }
+  if (target && !overwrite) {
+    throw new Deno.errors.AlreadyExists(`Cannot copy to "${to}": it exists already`);
+  }
+  if (source.isSymlink) {
     Deno.symlinkSync(Deno.readLinkSync(from), to);
-  } else if (info.isDirectory) {
-    ensureDirSync(to);
-    if (info.mode !== null) Deno.chmodSync(to, info.mode & 0o7777);
-    for (const { name } of Deno.readDirSync(from)) {
-      const entry = join(from, basename(name));
-      copyEntry(entry, join(to, name), Deno.lstatSync(entry));
-    }
-  } else {
+  } else if (source.isFile) {
     Deno.copyFileSync(from, to);
+  } else if (source.isDirectory) {
+    ensureDirSync(to);
+    for (const { name } of Deno.readDirSync(from)) {
+      copyEntry(join(from, name), join(to, name), overwrite);
+    }
   }
 }
 
-function linkExists(path: string): boolean {
+function isInside(folder: string, path: string): boolean {
+  const [first] = relative(folder, path).split(SEPARATOR);
+  return first !== "..";
+}
+
+function lstatOrNull(path: string): Deno.FileInfo | null {
   try {
-    Deno.lstatSync(path);
-    return true;
+    return Deno.lstatSync(path);
   } catch (error) {
-    if (error instanceof Deno.errors.NotFound || error instanceof Deno.errors.NotADirectory) {
-      return false;
-    }
+    if (error instanceof Deno.errors.NotFound) return null;
     throw error;
   }
 }

@@ -103,7 +103,7 @@ const path: PathModule = Deno.build.os === "windows" ? await loadWindows() : pos
  * @param paths The parts; empty ones are skipped.
  * @returns The path, `"."` when nothing is left.
  */
-export const join = path.join;
+export const join: (...paths: string[]) => string = path.join;
 
 /**
  * Makes a path absolute: the last absolute part wins, the working directory comes first.
@@ -111,7 +111,7 @@ export const join = path.join;
  * @param paths The parts.
  * @returns An absolute, normalized path without a slash at the end.
  */
-export const resolve = path.resolve;
+export const resolve: (...paths: string[]) => string = path.resolve;
 
 /**
  * Names the folder that holds a path.
@@ -119,7 +119,7 @@ export const resolve = path.resolve;
  * @param path The path.
  * @returns The folder, `"."` when there is none in the path.
  */
-export const dirname = path.dirname;
+export const dirname: (path: string) => string = path.dirname;
 
 /**
  * Takes the last part of a path.
@@ -128,7 +128,7 @@ export const dirname = path.dirname;
  * @param suffix An ending to leave out.
  * @returns The name.
  */
-export const basename = path.basename;
+export const basename: (path: string, suffix?: string) => string = path.basename;
 
 /**
  * Finds the way from one folder to another path.
@@ -137,7 +137,7 @@ export const basename = path.basename;
  * @param to Where it leads.
  * @returns A relative path, `""` when both are the same.
  */
-export const relative = path.relative;
+export const relative: (from: string, to: string) => string = path.relative;
 
 /**
  * Tells whether a path starts at the root.
@@ -145,7 +145,7 @@ export const relative = path.relative;
  * @param path The path.
  * @returns True if it does.
  */
-export const isAbsolute = path.isAbsolute;
+export const isAbsolute: (path: string) => boolean = path.isAbsolute;
 
 /**
  * Takes out `.`, `..` and doubled separators. A separator at the end is kept.
@@ -153,7 +153,7 @@ export const isAbsolute = path.isAbsolute;
  * @param path The path.
  * @returns The short form, `"."` for an empty path.
  */
-export const normalize = path.normalize;
+export const normalize: (path: string) => string = path.normalize;
 
 /**
  * Turns a file: URL into a path.
@@ -162,7 +162,7 @@ export const normalize = path.normalize;
  * @returns The path.
  * @throws {TypeError} If the URL is of another kind.
  */
-export const fromFileUrl = path.fromFileUrl;
+export const fromFileUrl: (url: string | URL) => string = path.fromFileUrl;
 
 /**
  * Turns an absolute path into a file: URL.
@@ -171,10 +171,10 @@ export const fromFileUrl = path.fromFileUrl;
  * @returns The URL.
  * @throws {TypeError} If the path is relative.
  */
-export const toFileUrl = path.toFileUrl;
+export const toFileUrl: (path: string) => URL = path.toFileUrl;
 
 /** What separates the parts of a path here. */
-export const SEPARATOR = path.SEPARATOR;
+export const SEPARATOR: "/" | "\\" = path.SEPARATOR;
 
 /** Resolves `.` and `..`; a relative path keeps the `..` that lead out of it. */
 function dropDots(parts: readonly string[], isRooted: boolean): string[] {

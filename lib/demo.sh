@@ -187,6 +187,8 @@ main() {
   framework=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
   command -v git >/dev/null || die 'Cannot run the demo: git was not found on PATH'
   directory=$(folder "${1-}")
+  # Deno's cache would otherwise grow in the home folder.
+  export DENO_DIR="$framework/.deno/cache"
   deno=$(sh "$framework/lib/setup.sh") || die 'Cannot run the demo: lib/setup.sh failed'
   clean_environment
   cd "$directory" || die "Cannot enter folder \"$directory\""

@@ -1,6 +1,7 @@
 /** Loop templates, their JSON Schema, the prompts, and the examples of the harness contract. */
 import { assert, assertEquals, assertStringIncludes } from "@std/assert";
 import { fromFileUrl } from "@std/path";
+import { parseLoopConfig } from "../scripts/status.ts";
 import { Ajv2020 } from "./deps.ts";
 
 const ROOT = new URL("../", import.meta.url);
@@ -10,8 +11,9 @@ type Json = null | boolean | number | string | Json[] | { [key: string]: Json };
 type JsonObject = { [key: string]: Json };
 
 const schema = asObject(readJson("templates/loops/loop.schema.json"));
-// Strict mode refuses keywords that the schema only seems to use.
-const ajv = new Ajv2020({ strict: true, allErrors: true });
+// Strict mode refuses keywords that the schema only seems to use. Only its rule that a list with a
+// special first item must have a fixed length is off: the first word of a command is special.
+const ajv = new Ajv2020({ strict: true, strictTuples: false, allErrors: true });
 const isValid = ajv.compile(schema);
 
 /** Every field once, with a value that is right. Damaged examples change one thing in it. */
@@ -49,6 +51,7 @@ const FULL: JsonObject = {
     idle_timeout_seconds: 0,
     env: { MODE: "" },
     unset_env: ["PARENT"],
+    usage: {},
     backoff: { patterns: ["429"], exit_codes: [75], seconds: 60 },
   },
   outputs: { retention: 0 },
@@ -57,7 +60,10 @@ const FULL: JsonObject = {
   allowed_phases: ["implement"],
 };
 
-const ARGV_DAMAGE: Json[] = [[], ["agent", 1], "agent", null];
+/** Objects whose keys are free. */
+const OPEN_FIELDS = ["harness.env", "harness.usage"];
+
+const ARGV_DAMAGE: Json[] = [[], [""], [1], ["agent", 1], "agent", null];
 const FOLDER_DAMAGE: Json[] = ["/etc", "~/x", "C:/x", "..", "../x", "a/../b", "", 1];
 const ROLE_DAMAGE: Record<string, Json[]> = {
   "": ["loop-implement.md", [], true],
@@ -107,6 +113,7 @@ const DAMAGE: Record<string, Json[]> = {
   "harness.env{}": [1, true, null],
   "harness.unset_env": ["PARENT", null],
   "harness.unset_env[]": ["", "A=b", 1],
+  "harness.usage": [true, [], null],
   "harness.backoff": [60, [], null],
   "harness.backoff.patterns": ["429", null],
   "harness.backoff.patterns[]": ["", 429],
@@ -124,6 +131,23 @@ const DAMAGE: Record<string, Json[]> = {
   "allowed_phases": ["implement", null, ["implement", "implement"]],
   "allowed_phases[]": ["complete", "human_intervention", "review", 1],
 };
+
+/** Damage that the programs do not refuse: they read it as the default, warn, or notice it later. */
+const TOLERATED = new Map<string, (value: Json) => boolean>([
+  ["work_source.kind", (value) => typeof value === "string"],
+  ["work_source.area", (value) => value === "~/x"],
+  ["blast_radius.file_scope[]", (value) => value === "~/x"],
+  ["acceptance_criteria[]", (value) => value === ""],
+  ["harness.backoff.patterns", () => true],
+  ["harness.backoff.patterns[]", () => true],
+  ["harness.backoff.exit_codes", () => true],
+  ["harness.backoff.exit_codes[]", () => true],
+  ["harness.backoff.seconds", () => true],
+  ["outputs.retention", (value) => value === -1],
+  ["schedule.kind", (value) => typeof value === "string"],
+  ["allowed_phases", Array.isArray],
+  ["allowed_phases[]", (value) => value === "complete" || value === "human_intervention"],
+]);
 
 /** What the runner fills in (design/loops/technical.md, prompts). */
 const PROMPT_TOKENS = new Set([
@@ -188,6 +212,26 @@ Deno.test("the loop schema refuses damaged values of every field", async (t) => 
   }
 });
 
+Deno.test("the programs know every field of the schema and accept its defaults", () => {
+  assertEquals(programsRefuse(FULL), null);
+  for (const [path, field] of schemaFields()) {
+    if (field.default === undefined) continue;
+    assertEquals(programsRefuse(withValue(FULL, path, field.default)), null, path);
+  }
+});
+
+Deno.test("the programs refuse what the schema refuses, but for what they tolerate", async (t) => {
+  for (const [path, values] of Object.entries(DAMAGE)) {
+    await t.step(path, () => {
+      for (const value of values) {
+        const refusal = programsRefuse(withValue(FULL, path, value));
+        const isTolerated = TOLERATED.get(path)?.(value) ?? false;
+        assertEquals(refusal === null, isTolerated, `${JSON.stringify(value)}: ${refusal}`);
+      }
+    });
+  }
+});
+
 Deno.test("the loop schema refuses a loop without a name", () => {
   const { name: _, ...nameless } = FULL;
   assert(!isValid(nameless));
@@ -196,7 +240,7 @@ Deno.test("the loop schema refuses a loop without a name", () => {
 Deno.test("the loop schema refuses unknown keys at every level", () => {
   for (const path of ["", ...schemaFields().map(([path]) => path)]) {
     const value = path === "" ? FULL : valueAt(FULL, path);
-    if (!isObject(value) || path === "harness.env") continue;
+    if (!isObject(value) || OPEN_FIELDS.includes(path)) continue;
     const grown = { ...value, surprise: 1 };
     assert(!isValid(path === "" ? grown : withValue(FULL, path, grown)), path || "top level");
   }
@@ -313,6 +357,16 @@ Deno.test("the harness contract's harness examples satisfy the schema", () => {
     assertAccepted(JSON.parse(`{"name":"a",${example}}`), String(example));
   }
 });
+
+/** What the programs find wrong with a loop.json, warnings included; null when nothing. */
+function programsRefuse(loop: Json): string | null {
+  try {
+    const { warnings } = parseLoopConfig(JSON.stringify(loop), "loop.json");
+    return warnings[0] ?? null;
+  } catch (error) {
+    return String(error);
+  }
+}
 
 function forRole(role: string): Record<string, Json[]> {
   return Object.fromEntries(

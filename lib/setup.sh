@@ -82,8 +82,8 @@ try_deno() {
 path_of() {
   found=$(command -v "$1") || return 1
   case $found in
-  /* | [A-Za-z]:*) printf '%s\n' "$found" ;;
-  *) printf '%s/%s\n' "$PWD" "$found" ;;
+    /* | [A-Za-z]:*) printf '%s\n' "$found" ;;
+    *) printf '%s/%s\n' "$PWD" "$found" ;;
   esac
 }
 
@@ -104,35 +104,35 @@ find_deno() {
 find_platform() {
   machine=$(uname -m)
   case $machine in
-  x86_64 | amd64) machine=x64 arch=x86_64 ;;
-  aarch64 | arm64) machine=arm64 arch=aarch64 ;;
+    x86_64 | amd64) machine=x64 arch=x86_64 ;;
+    aarch64 | arm64) machine=arm64 arch=aarch64 ;;
   esac
   exe=
   case $(uname -s) in
-  Linux)
-    ! is_musl || die "Cannot install Deno: it needs glibc, and this system has musl; set AUTOMATON_DENO to a Deno that runs here"
-    platform=linux-$machine-glibc target=$arch-unknown-linux-gnu
-    ;;
-  Darwin) platform=darwin-$machine target=$arch-apple-darwin ;;
-  MINGW* | MSYS* | CYGWIN*) platform=win32-$machine target=$arch-pc-windows-msvc exe=.exe ;;
-  *) platform=$(uname -s)-$machine target= ;;
+    Linux)
+      ! is_musl || die "Cannot install Deno: it needs glibc, and this system has musl; set AUTOMATON_DENO to a Deno that runs here"
+      platform=linux-$machine-glibc target=$arch-unknown-linux-gnu
+      ;;
+    Darwin) platform=darwin-$machine target=$arch-apple-darwin ;;
+    MINGW* | MSYS* | CYGWIN*) platform=win32-$machine target=$arch-pc-windows-msvc exe=.exe ;;
+    *) platform=$(uname -s)-$machine target= ;;
   esac
   # From the registry's metadata of @deno/<platform> 2.9.6.
   case $platform in
-  linux-x64-glibc) integrity=3md4TKLCuzsLDmfOoC5KN7NAZaxSVkMgm64vg6foD00JBADCpYS2/5QqXfzgnP5ZQz3iLP9vBQJtEgc116OAoQ== ;;
-  linux-arm64-glibc) integrity=poqhoH9B3nYloigEMPT5t8HY+wBeiuea1An5Q7fqgJzP0SYmWsoS/oUnWO/pEiA4ofzIBy1Elt/in58xKtxEoQ== ;;
-  darwin-x64) integrity=tPi3CWPRdjW1MaWlvWjORE7Ass5SADdWdj1BF1Q1PEdzi+5u/mC5YhmZzniMiPr81PpaFeqjXaLAsfb8lFsZ0Q== ;;
-  darwin-arm64) integrity=V8uO1Aolrl/yvdMb5lOtgtigs8YuZBjrOrgviVMiYkQ0swymFfzkae1wZak4Xi24t7vf7d/eiMb/7ryjjVm+tg== ;;
-  win32-x64) integrity=qRGnmVz/Ea6UWPht/S3xFRK17UZ/ls38DSVfgGB17fpASLxPkksqzWUI/BzL9YYoOknYzfc94mySGyInZu/JXw== ;;
-  win32-arm64) integrity=iHSHs89g2Uy6k0bGHmXkgzTIW8WXImYPpvqRRO/zNsK1/N79PcjvAth1TuQatuIALcLdocstPs/PAYtndbfr0A== ;;
-  *) die "Cannot install Deno: there is none for $(uname -s) on $(uname -m); set AUTOMATON_DENO to a Deno that runs here" ;;
+    linux-x64-glibc) integrity=3md4TKLCuzsLDmfOoC5KN7NAZaxSVkMgm64vg6foD00JBADCpYS2/5QqXfzgnP5ZQz3iLP9vBQJtEgc116OAoQ== ;;
+    linux-arm64-glibc) integrity=poqhoH9B3nYloigEMPT5t8HY+wBeiuea1An5Q7fqgJzP0SYmWsoS/oUnWO/pEiA4ofzIBy1Elt/in58xKtxEoQ== ;;
+    darwin-x64) integrity=tPi3CWPRdjW1MaWlvWjORE7Ass5SADdWdj1BF1Q1PEdzi+5u/mC5YhmZzniMiPr81PpaFeqjXaLAsfb8lFsZ0Q== ;;
+    darwin-arm64) integrity=V8uO1Aolrl/yvdMb5lOtgtigs8YuZBjrOrgviVMiYkQ0swymFfzkae1wZak4Xi24t7vf7d/eiMb/7ryjjVm+tg== ;;
+    win32-x64) integrity=qRGnmVz/Ea6UWPht/S3xFRK17UZ/ls38DSVfgGB17fpASLxPkksqzWUI/BzL9YYoOknYzfc94mySGyInZu/JXw== ;;
+    win32-arm64) integrity=iHSHs89g2Uy6k0bGHmXkgzTIW8WXImYPpvqRRO/zNsK1/N79PcjvAth1TuQatuIALcLdocstPs/PAYtndbfr0A== ;;
+    *) die "Cannot install Deno: there is none for $(uname -s) on $(uname -m); set AUTOMATON_DENO to a Deno that runs here" ;;
   esac
 }
 
 is_musl() {
   case $(ldd --version 2>&1) in
-  *musl*) return 0 ;;
-  *) return 1 ;;
+    *musl*) return 0 ;;
+    *) return 1 ;;
   esac
 }
 
@@ -357,15 +357,15 @@ main() {
   refresh=no has_lock=no registry_answers=
   for argument; do
     case $argument in
-    --refresh) refresh=yes ;;
-    -h | --help)
-      usage
-      return 0
-      ;;
-    *)
-      say "Unknown argument \"$argument\"; known: --refresh, --help"
-      return 2
-      ;;
+      --refresh) refresh=yes ;;
+      -h | --help)
+        usage
+        return 0
+        ;;
+      *)
+        say "Unknown argument \"$argument\"; known: --refresh, --help"
+        return 2
+        ;;
     esac
   done
 
@@ -373,7 +373,7 @@ main() {
   root=$(cd "$(dirname "$0")/.." && pwd -P)
   own_deno=$root/.deno/bin/deno
   case $(uname -s) in
-  MINGW* | MSYS* | CYGWIN*) own_deno=$own_deno.exe ;;
+    MINGW* | MSYS* | CYGWIN*) own_deno=$own_deno.exe ;;
   esac
 
   if ! find_deno; then

@@ -1,0 +1,3151 @@
+#!/usr/bin/env -S deno run -q --no-prompt -P=loop-runner
+/**
+ * Runs one tick of a loop, or one after the other: gate, work, worktree, Implement, Verify,
+ * Orchestrate, one save. An agent does the work and another judges it; this program starts them, ends
+ * them, believes nothing but a verdict, and leaves a loop's state whole at any crash.
+ *
+ * Reads `<project>/.automaton/loops/<name>/loop.json` and the prompts of the loop and the framework.
+ * Writes the loop's `.state.loop`, `.state.log`, `.state.lock`, `outputs/` and `worktree/`, and a
+ * missing phase document of the task. Rules of the pipeline are `status`'s, which is asked each time.
+ *
+ * Environment: AUTOMATON_HOME (framework), AUTOMATON_PROJECT (project). A harness gets AUTOMATON_HOME,
+ * AUTOMATON_PROJECT, AUTOMATON_LOOP, AUTOMATON_ROLE, AUTOMATON_TASK, AUTOMATON_OP_FILE,
+ * AUTOMATON_RUN_ID and PWD.
+ *
+ * Permissions: read, write and run (a loop may name any project and any agent), env (an agent gets the
+ * person's environment, less what loop.json takes away), sys (the host's name). No network.
+ *
+ * Exit codes: 0 a tick that ran or was skipped, a daemon that was ended; 1 no such project; 2 usage;
+ * 130 and 143 a tick that was ended by INT or TERM, once its harness is gone.
+ *
+ * @module
+ */
+
+import { parseArgs } from "@std/cli";
+import { ensureDirSync, existsSync } from "@std/fs";
+import { parse as parseJsonc } from "@std/jsonc";
+import { basename, dirname, fromFileUrl, join, resolve } from "@std/path";
+
+// --- Constants ---
+
+/** Why a tick did nothing; the strings are stable. */
+export const SKIP_REASONS = [
+  "untracked",
+  "gate_failed",
+  "halted",
+  "paused",
+  "complete",
+  "backoff",
+  "no_current_task",
+  "no_work",
+  "task_claimed_by_other_loop",
+  "tick_in_progress",
+  "worktree_failed",
+  "harness_failed",
+  "harness_timeout",
+  "context_floor",
+] as const;
+
+/** Characters that count as one token when a prompt is fitted: an estimate, since models differ. */
+const CHARS_PER_TOKEN = 4;
+const DEFAULT_TIER_TOKENS = 16_000;
+const BRIEF_TOKENS = 4000;
+const CRITERIA_TOKENS = 2000;
+const HINT_TOKENS = 1000;
+const TRUNCATION_MARK = " …[truncated]";
+
+/** opencode mangles a prompt given as an argument, so it gets it on stdin (checked with 1.18). */
+const DEFAULT_HARNESS = {
+  command: ["opencode", "run", "--dir", "{cwd}"],
+  stdin: "prompt",
+} as const;
+const DEFAULT_TIMEOUT_S = 3600;
+const DEFAULT_RETENTION = 20;
+const MAX_STREAM_BYTES = 64 * 1024 * 1024;
+const TAIL_BYTES = 1024 * 1024;
+const MAX_DIFF_BYTES = 4 * 1024 * 1024;
+const TERM_GRACE_MS = 5000;
+const KILL_GRACE_MS = 2000;
+const DRAIN_MS = 2000;
+const WATCH_MS = 200;
+const GIT_CHECKOUT_TIMEOUT_MS = 300_000;
+/** Deeper nesting than any verdict has; keeps the reader's recursion bounded. */
+const MAX_DEPTH = 100;
+const MAX_REASONS = 50;
+const MAX_REASON_CHARS = 2000;
+const MAX_HINT_CHARS = 16_000;
+
+/** The prompt of a role that names none. */
+const DEFAULT_PROMPTS: Readonly<Record<RoleName, string>> = {
+  implement: "loop-implement.md",
+  verify: "loop-verifier.md",
+  orchestrate: "loop-orchestrate.md",
+};
+
+// --- Types ---
+
+/** One of SKIP_REASONS. */
+export type SkipReason = typeof SKIP_REASONS[number];
+
+/** What a tick did; printed by `--json`. */
+export interface Summary {
+  readonly loop: string;
+  readonly project: string;
+  tick: number | null;
+  ok: boolean;
+  skipped: boolean;
+  reason: SkipReason | null;
+  /** The reason in words. */
+  message: string | null;
+  task: string | null;
+  phase: string | null;
+  next_phase: string | null;
+  verdict: Verdict | null;
+  readonly checks: unknown[];
+  iteration_count: number | null;
+  status: string | null;
+  halt_reason: string | null;
+  readonly artifacts: Record<string, string>;
+  readonly durations_ms: Record<StepName, number>;
+  readonly warnings: string[];
+}
+
+type StepName =
+  | "gate"
+  | "work"
+  | "context"
+  | "implement"
+  | "checks"
+  | "verify"
+  | "orchestrate"
+  | "total";
+
+/** What a run of a harness came to. */
+export type HarnessResult =
+  | "ok"
+  | "exit_nonzero"
+  | "killed"
+  | "timeout"
+  | "idle_timeout"
+  | "stopped"
+  | "not_found"
+  | "not_executable"
+  | "argument_list_too_long"
+  | "cannot_start";
+
+interface HarnessOutcome {
+  readonly result: HarnessResult;
+  /** One line in words. */
+  readonly message: string;
+  /** The end of stdout, at most TAIL_BYTES. */
+  readonly stdoutTail: string;
+  readonly leftOver: number;
+}
+
+/** A task as `status --task --json` shows it. */
+interface TaskView {
+  readonly name: string;
+  readonly title: string;
+  readonly phase: string;
+  readonly dir: string;
+  readonly document: string | null;
+  readonly has_document: boolean;
+  readonly next_phase: string | null;
+  readonly needs_approval: boolean;
+}
+
+/** One line of the process table. */
+interface ProcessEntry {
+  readonly pid: number;
+  readonly parent: number;
+  readonly group: number;
+  readonly isZombie: boolean;
+  /** When it started, in the platform's own words: tells a recycled id from the same process. */
+  readonly started: string;
+}
+
+/** A tick at work; what it has learnt so far. */
+interface Tick {
+  readonly framework: string;
+  readonly project: string;
+  readonly loop: string;
+  readonly dir: string;
+  readonly isDryRun: boolean;
+  readonly config: LoopConfig;
+  readonly models: ModelsFile | null;
+  readonly state: LoopState;
+  readonly number: number;
+  readonly lock: Deno.FsFile;
+  readonly runId: string;
+  readonly summary: Summary;
+  readonly stop: StopSignal;
+  windowTokens: number;
+  cwd: string;
+  /** False where the harness works in a folder that git does not know. */
+  isGit: boolean;
+  task: TaskView;
+  verdictNonce: string;
+}
+
+/** Set by INT and TERM; whoever waits is woken. */
+interface StopSignal {
+  signal: "SIGINT" | "SIGTERM" | null;
+  readonly wake: Set<() => void>;
+}
+
+// --- Errors ---
+
+/** Ends a tick before its save: nothing was done, and this is why. */
+class SkipError extends Error {
+  override name = "SkipError";
+  constructor(readonly reason: SkipReason, message: string) {
+    super(message);
+  }
+}
+
+/** Ends a tick by a brake: `status --halt-loop` is called with it. */
+class HaltError extends Error {
+  override name = "HaltError";
+  constructor(readonly haltReason: HaltReason, message: string, readonly skip: SkipReason | null) {
+    super(message);
+  }
+}
+
+/** Ends a tick because the process was told to end. */
+class StoppedError extends Error {
+  override name = "StoppedError";
+}
+
+// --- Shared ---
+
+// #region shared:cli
+/** One option of a command line. The table of these drives parsing, `--help` and the tests. */
+export interface OptionSpec {
+  /** Long name without the dashes. */
+  readonly name: string;
+  /** Placeholder of the value in `--help`; absent for a switch. */
+  readonly value?: string;
+  readonly help: string;
+}
+
+/** A command line that cannot be understood: exit code 2. */
+export class UsageError extends Error {
+  override name = "UsageError";
+}
+
+/** A request that is understood and refused or that failed: exit code 1. */
+export class RefusedError extends Error {
+  override name = "RefusedError";
+  /** @param hint What to do next, one command where there is one. */
+  constructor(message: string, readonly hint: string) {
+    super(message);
+  }
+}
+
+/**
+ * Counts the single-character edits between two short words (Levenshtein distance).
+ *
+ * @example
+ * ```ts
+ * import { editDistance } from "./status.ts";
+ * if (editDistance("loop", "lop") !== 1) throw new Error("wrong distance");
+ * ```
+ */
+export function editDistance(a: string, b: string): number {
+  let row = Array.from({ length: b.length + 1 }, (_, index) => index);
+  for (let i = 1; i <= a.length; i++) {
+    const next = [i];
+    for (let j = 1; j <= b.length; j++) {
+      const substituted = row[j - 1]! + (a[i - 1] === b[j - 1] ? 0 : 1);
+      next.push(Math.min(row[j]! + 1, next[j - 1]! + 1, substituted));
+    }
+    row = next;
+  }
+  return row[b.length]!;
+}
+
+/** Returns the candidate closest to a word, or null when none is within half of its length. */
+export function findNearest(word: string, candidates: readonly string[]): string | null {
+  let best: string | null = null;
+  let bestDistance = Math.max(2, Math.floor(word.length / 2)) + 1;
+  for (const candidate of candidates) {
+    const distance = editDistance(word.slice(0, 64), candidate);
+    if (distance < bestDistance) [best, bestDistance] = [candidate, distance];
+  }
+  return best;
+}
+
+function rejectUnknown(argument: string, options: readonly OptionSpec[]): never {
+  if (!argument.startsWith("-")) {
+    throw new UsageError(`Cannot read argument "${argument}": every value follows a flag`);
+  }
+  const flag = argument.split("=", 1)[0]!;
+  const names = options.map((option) => `--${option.name}`);
+  if (names.includes(flag)) {
+    throw new UsageError(`Cannot read flag "${flag}": its value is missing`);
+  }
+  const nearest = findNearest(flag, names);
+  const suggestion = nearest === null ? "see --help" : `did you mean ${nearest}?`;
+  throw new UsageError(`Cannot read flag "${flag}": unknown (${suggestion})`);
+}
+
+/**
+ * Reads a command line against a table of options.
+ *
+ * @returns The options given: a string for those with a value, true for switches.
+ * @throws {UsageError} For an unknown flag, a missing value or a stray argument.
+ */
+export function parseCommandLine(
+  args: readonly string[],
+  options: readonly OptionSpec[],
+): Map<string, string | true> {
+  const valued = options.filter((option) => option.value !== undefined).map((o) => o.name);
+  const switches = options.filter((option) => option.value === undefined).map((o) => o.name);
+  const parsed: Record<string, unknown> = parseArgs([...args], {
+    string: [...valued, "_"],
+    boolean: switches,
+    unknown: (argument: string) => rejectUnknown(argument, options),
+  });
+  const strays = parsed._;
+  if (Array.isArray(strays) && strays.length > 0) rejectUnknown(`${strays[0]}`, options);
+  const given = new Map<string, string | true>();
+  for (const name of valued) {
+    const value = parsed[name];
+    if (value === undefined) continue;
+    if (typeof value !== "string" || value === "") {
+      throw new UsageError(`Cannot read flag "--${name}": its value is missing`);
+    }
+    if (value.includes("\0")) throw new UsageError(`Cannot read flag "--${name}": a NUL byte`);
+    given.set(name, value);
+  }
+  for (const name of switches) if (parsed[name] === true) given.set(name, true);
+  return given;
+}
+
+/** Reads an option's value as a whole number within bounds; undefined when it was not given. */
+export function readWholeNumber(
+  given: ReadonlyMap<string, string | true>,
+  name: string,
+  { min, max }: { min: number; max: number },
+): number | undefined {
+  const text = given.get(name);
+  if (text === undefined) return undefined;
+  const value = /^\d{1,15}$/.test(`${text}`) ? Number(text) : NaN;
+  if (value >= min && value <= max) return value;
+  throw new UsageError(
+    `Cannot read flag "--${name}": "${text}" is not a whole number from ${min} to ${max}`,
+  );
+}
+
+/** Lays out option lines for `--help`: flag and placeholder, then what it does. */
+export function renderOptions(options: readonly OptionSpec[]): string {
+  const label = ({ name, value }: OptionSpec) =>
+    `--${name}${value === undefined ? "" : ` ${value}`}`;
+  const width = Math.max(...options.map((option) => label(option).length));
+  return options.map((option) => `  ${label(option).padEnd(width)}  ${option.help}\n`).join("");
+}
+
+/** What to do about a failure; nothing for a usage error, whose one line says it all. */
+function findHint(error: unknown): string | undefined {
+  if (error instanceof UsageError) return undefined;
+  if (error instanceof RefusedError) return error.hint;
+  const isAboutContent = error instanceof SyntaxError || error instanceof TypeError;
+  return isAboutContent
+    ? "correct that file and try again"
+    : "check who may read and write there, and that there is room left";
+}
+
+/** Prints how a program failed, in words on stderr and for `--json` as the last line of stdout. */
+export function reportFailure(error: unknown, program: string, args: readonly string[]): number {
+  const words = (error instanceof Error ? error.message : `${error}`).replaceAll("\n", " ");
+  const message = words.startsWith("Cannot ") ? words : `Cannot go on: ${words}`;
+  const hint = findHint(error);
+  console.error(`${program}: ${message}`);
+  if (hint !== undefined) console.error(`hint: ${hint}`);
+  if (args.includes("--json")) {
+    console.log(
+      JSON.stringify({ schema_version: 1, ok: false, error: message, hint: hint ?? null }),
+    );
+  }
+  return error instanceof UsageError ? 2 : 1;
+}
+// #endregion shared:cli
+
+// #region shared:framework
+/** What names of tasks, loops and templates look like; checked before a path is built from one. */
+export const NAME_PATTERN = /^[a-z0-9][a-z0-9-]{0,62}$/;
+
+/** Reads an environment variable; an empty one counts as absent. */
+export function readEnv(name: string): string | undefined {
+  return Deno.env.get(name) || undefined;
+}
+
+/** The checkout that holds scripts/, prompts/ and templates/ (also behind links, also compiled). */
+export function findFrameworkDir(scriptUrl: string): string {
+  const declared = readEnv("AUTOMATON_HOME");
+  if (declared !== undefined) return resolve(declared);
+  const program = Deno.build.standalone ? Deno.execPath() : fromFileUrl(scriptUrl);
+  return dirname(dirname(Deno.realPathSync(program)));
+}
+
+/**
+ * Finds the project folder: the flag, else AUTOMATON_PROJECT, else the nearest ancestor of the
+ * working directory that holds `.automaton/`.
+ *
+ * @param mayCreate True for commands that make `.automaton/` in a project named outright.
+ * @throws {RefusedError} Where there is no such folder.
+ */
+export function findProjectDir(flag: string | undefined, mayCreate: boolean): string {
+  const named = flag ?? readEnv("AUTOMATON_PROJECT");
+  if (named !== undefined) {
+    const path = resolve(named);
+    if (!isDirectory(path)) {
+      throw new RefusedError(`Cannot open project "${path}": no such folder`, "check --project");
+    }
+    if (mayCreate || isDirectory(join(path, ".automaton"))) return path;
+    throw new RefusedError(
+      `Cannot open project "${path}": it holds no .automaton folder`,
+      "status --create-task NAME --project DIR makes one",
+    );
+  }
+  for (let path = Deno.cwd();; path = dirname(path)) {
+    if (isDirectory(join(path, ".automaton"))) return path;
+    if (dirname(path) === path) break;
+  }
+  throw new RefusedError(
+    `Cannot find a project from "${Deno.cwd()}": no folder above it holds .automaton`,
+    "name it with --project DIR",
+  );
+}
+
+/** True when a path leads to a folder; false when to anything else or nothing. */
+export function isDirectory(path: string): boolean {
+  try {
+    return Deno.statSync(path).isDirectory;
+  } catch {
+    return false; // Missing, unreadable or a loop of links: not a folder that can be used.
+  }
+}
+
+/** The framework's version from its config.md; "unknown" where that cannot be read. */
+export function readVersion(frameworkDir: string): string {
+  const text = readTextIfPresent(join(frameworkDir, "config.md")) ?? "";
+  return /^version:\s*(\S+)/m.exec(text)?.[1] ?? "unknown";
+}
+
+/** A file's text, or null when there is no such file. */
+export function readTextIfPresent(path: string): string | null {
+  try {
+    return Deno.readTextFileSync(path);
+  } catch (error) {
+    if (error instanceof Deno.errors.NotFound || error instanceof Deno.errors.NotADirectory) {
+      return null;
+    }
+    throw error;
+  }
+}
+// #endregion shared:framework
+
+// #region shared:fields
+/**
+ * One rule about a field of a JSON object: its dotted path (`*` stands for every key), what it must be
+ * in words, the test, and whether it may be absent.
+ */
+export type FieldRule = readonly [
+  path: string,
+  want: string,
+  holds: (value: unknown) => boolean,
+  presence?: "required",
+];
+
+/** True for a JSON object: not null, not an array. */
+export function isRecord(value: unknown): value is Record<string, unknown> {
+  return typeof value === "object" && value !== null && !Array.isArray(value);
+}
+
+/** Shortens any value to what fits in one line of an error message. */
+export function describeValue(value: unknown): string {
+  if (value === undefined) return "nothing";
+  const text = JSON.stringify(value) ?? typeof value;
+  return text.length > 60 ? `${text.slice(0, 57)}...` : text;
+}
+
+function listAtPath(root: unknown, path: string): [string, unknown][] {
+  let found: [string, unknown][] = [["", root]];
+  for (const key of path.split(".")) {
+    found = found.flatMap(([prefix, value]): [string, unknown][] => {
+      if (!isRecord(value)) return [];
+      const keys = key === "*" ? Object.keys(value) : [key];
+      return keys.map((k) => [prefix === "" ? k : `${prefix}.${k}`, value[k]]);
+    });
+  }
+  return found;
+}
+
+/**
+ * Checks a parsed JSON value against rules. An absent optional field passes; null does not, unless
+ * its rule holds for null.
+ *
+ * @throws {TypeError} Names the file, the field, what was found and what was wanted.
+ */
+export function checkFields(
+  root: unknown,
+  rules: readonly FieldRule[],
+  where: string,
+): asserts root is Record<string, unknown> {
+  if (!isRecord(root)) {
+    throw new TypeError(`Cannot use "${where}": found ${describeValue(root)}, wanted an object`);
+  }
+  for (const [pattern, want, holds, presence] of rules) {
+    for (const [path, value] of listAtPath(root, pattern)) {
+      if (value === undefined ? presence === undefined : holds(value)) continue;
+      throw new TypeError(
+        `Cannot use "${where}": field ${path}: found ${describeValue(value)}, wanted ${want}`,
+      );
+    }
+  }
+}
+
+/** Parses JSON (or JSONC by `parse`) and says where it came from when it does not parse. */
+export function parseJsonText(
+  text: string,
+  where: string,
+  parse: (text: string) => unknown = JSON.parse,
+): unknown {
+  try {
+    return parse(text.replace(/^\uFEFF/, ""));
+  } catch (error) {
+    const detail = text.trim() === "" ? "it is empty" : (error as Error).message;
+    throw new SyntaxError(`Cannot parse "${where}": ${detail}`);
+  }
+}
+// #endregion shared:fields
+
+// #region shared:models
+/** One model of models.json. */
+export interface ModelEntry {
+  readonly context_tokens?: number;
+  readonly local?: boolean;
+  readonly gguf?: string;
+  readonly kv_type?: string;
+  readonly slots?: number;
+}
+
+/** models.json: which models there are and which of them count as the same. */
+export interface ModelsFile {
+  readonly path: string;
+  readonly default?: string;
+  readonly models: Readonly<Record<string, ModelEntry>>;
+  readonly conflicts?: readonly (readonly [string, string])[];
+}
+
+const isPositiveInteger = (value: unknown): boolean =>
+  Number.isSafeInteger(value) && Number(value) > 0;
+
+// deno-fmt-ignore -- a table: one row a line.
+const MODELS_RULES: readonly FieldRule[] = [
+  ["models", "an object of models", isRecord, "required"],
+  ["models.*", "an object", isRecord],
+  ["models.*.context_tokens", "a whole number above 0", isPositiveInteger],
+  ["models.*.local", "true or false", (v) => typeof v === "boolean"],
+  ["models.*.gguf", "a path", (v) => typeof v === "string" && v !== ""],
+  ["models.*.kv_type", "a type's name", (v) => typeof v === "string"],
+  ["models.*.slots", "a whole number above 0", isPositiveInteger],
+  ["default", "a model's name", (v) => typeof v === "string" && v !== ""],
+  ["conflicts", "a list of pairs of model names", (v) => Array.isArray(v) && v.every((pair) => Array.isArray(pair) && pair.length === 2 && pair.every((name) => typeof name === "string") )],
+];
+
+/**
+ * Reads `<project>/.automaton/models.json`, else `<framework>/models.json` (JSONC accepted).
+ *
+ * @returns null when there is neither.
+ * @throws {SyntaxError|TypeError} For a file that is there and cannot be used.
+ */
+export function readModels(projectDir: string, frameworkDir: string): ModelsFile | null {
+  const candidates = [
+    join(projectDir, ".automaton", "models.json"),
+    join(frameworkDir, "models.json"),
+  ];
+  for (const path of candidates) {
+    const text = readTextIfPresent(path);
+    if (text === null) continue;
+    const parsed = parseJsonText(text, path, parseJsonc);
+    checkFields(parsed, MODELS_RULES, path);
+    const fields = parsed as unknown as Omit<ModelsFile, "path">;
+    return { ...fields, path };
+  }
+  return null;
+}
+// #endregion shared:models
+
+// #region shared:save
+/**
+ * Replaces a file whole: a temporary beside it, fsync, rename, fsync of the folder. After a crash at
+ * any point the file holds the old content or the new.
+ */
+export function writeFileAtomic(path: string, text: string): void {
+  const temporary = join(dirname(path), `.${basename(path)}.tmp-${Deno.pid}`);
+  try {
+    const file = Deno.openSync(temporary, { write: true, create: true, truncate: true });
+    try {
+      const bytes = new TextEncoder().encode(text);
+      for (let done = 0; done < bytes.length;) done += file.writeSync(bytes.subarray(done));
+      file.syncSync();
+    } finally {
+      file.close();
+    }
+    Deno.renameSync(temporary, path);
+  } catch (error) {
+    try {
+      Deno.removeSync(temporary);
+    } catch {
+      // Nothing was left behind; the first error is the one to tell.
+    }
+    throw error;
+  }
+  syncDirectory(dirname(path));
+}
+
+/** Makes a rename in a folder durable where the platform can (Windows opens no folders). */
+export function syncDirectory(path: string): void {
+  if (Deno.build.os === "windows") return;
+  const folder = Deno.openSync(path, { read: true });
+  try {
+    folder.syncSync();
+  } catch {
+    // Some file systems (FUSE, network) refuse to sync a folder; the rename itself has happened.
+  } finally {
+    folder.close();
+  }
+}
+
+/**
+ * Saves a state file and its `.bak`, both whole and with the same content. The copy goes first, so that
+ * it is never older than the state: counters that are restored from it do not go back.
+ */
+export function saveState(path: string, state: Readonly<Record<string, unknown>>): void {
+  const text = `${JSON.stringify(state, null, 2)}\n`;
+  writeFileAtomic(`${path}.bak`, text);
+  writeFileAtomic(path, text);
+}
+// #endregion shared:save
+
+// #region shared:lock
+/** Waits; a timer is started only when somebody really has to wait. */
+export function sleep(milliseconds: number): Promise<void> {
+  return new Promise((wake) => setTimeout(wake, milliseconds));
+}
+
+/**
+ * Takes an exclusive kernel lock (flock) on a file, which is made when missing and never unlinked.
+ * The kernel frees it when the process ends, however it ends.
+ *
+ * @param timeoutMs How long to wait for another holder; 0 tries once.
+ * @returns The open file that holds the lock until it is closed, or null when somebody else holds it.
+ */
+export async function acquireLock(path: string, timeoutMs: number): Promise<Deno.FsFile | null> {
+  const deadline = Date.now() + timeoutMs;
+  while (true) {
+    const file = Deno.openSync(path, { read: true, write: true, create: true });
+    const isOurs = await tryLock(file, Math.max(0, deadline - Date.now()));
+    if (isOurs && isSameFile(file, path)) return file;
+    if (isOurs !== null) file.close();
+    if (isOurs !== true) {
+      if (Date.now() >= deadline) return null;
+      await sleep(50);
+    }
+  }
+}
+
+/** @returns true: locked; false: held elsewhere; null: still waiting in the kernel (Deno 2.6). */
+async function tryLock(file: Deno.FsFile, timeoutMs: number): Promise<boolean | null> {
+  const lockable = file as Deno.FsFile & { tryLockSync?: (exclusive: boolean) => boolean };
+  if (lockable.tryLockSync !== undefined) return lockable.tryLockSync(true);
+  // Deno before 2.7 has only the blocking call: race it, and give the lock back if it comes late.
+  let isAbandoned = false;
+  const locked = file.lock(true).then(() => {
+    if (isAbandoned) file.close();
+    return true;
+  });
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  const late = new Promise<null>((resolveLate) => {
+    timer = setTimeout(() => resolveLate(null), Math.max(100, timeoutMs));
+  });
+  const outcome = await Promise.race([locked, late]);
+  clearTimeout(timer);
+  isAbandoned = outcome === null;
+  return outcome;
+}
+
+/** A folder may have been moved or made anew between opening its lock file and locking it. */
+function isSameFile(file: Deno.FsFile, path: string): boolean {
+  try {
+    const [held, named] = [file.statSync(), Deno.statSync(path)];
+    return held.ino === named.ino && held.dev === named.dev;
+  } catch {
+    return false; // The path leads nowhere any more: open it again.
+  }
+}
+
+/** What a tick writes into `.state.lock` for people and for the next tick. */
+export interface LockNote {
+  readonly pid: number;
+  readonly host: string;
+  readonly loop: string;
+  readonly started_at: string;
+  /** Marker of the harness's processes in their environment. */
+  readonly run_id: string | null;
+  /** The harness's process group and when its leader started (platform's own words). */
+  readonly harness_pgid: number | null;
+  readonly harness_started: string | null;
+}
+
+/** Reads the note in a lock file; null when there is none or it is torn. */
+export function readLockNote(path: string): LockNote | null {
+  try {
+    const note: unknown = JSON.parse(readTextIfPresent(path) ?? "");
+    return isRecord(note) && typeof note.pid === "number" ? note as unknown as LockNote : null;
+  } catch {
+    return null; // Empty or half-written: the kernel lock alone decides, the note only informs.
+  }
+}
+// #endregion shared:lock
+
+// #region shared:loop-state
+/** Why a loop is halted. */
+export const HALT_REASONS = [
+  "iterations_exhausted",
+  "budget_exhausted",
+  "verifier_failed",
+  "drift_detected",
+  "human_intervention",
+] as const;
+/** One of HALT_REASONS. */
+export type HaltReason = typeof HALT_REASONS[number];
+
+/** A verifier's verdict on one tick. */
+export interface Verdict {
+  readonly pass: boolean | null;
+  readonly score: number;
+  readonly reasons: readonly string[];
+  readonly next_hint?: string;
+}
+
+/** `.state.loop`: everything a loop remembers between ticks; unknown fields are kept. */
+export interface LoopState {
+  schema_version: 1;
+  name: string;
+  status: "running" | "halted" | "paused" | "complete";
+  halt_reason: HaltReason | null;
+  iteration_count: number;
+  resumed_count: number;
+  last_tick_at: string;
+  last_verdict: Verdict | null;
+  score_history: number[];
+  current_task: string | null;
+  worktree_branch: string | null;
+  worktree_path: string | null;
+  /** iteration_count at the last approval: the allowance counts from there. */
+  iteration_base?: number;
+  base_branch?: string | null;
+  base_commit?: string | null;
+  consecutive_failures?: number;
+  /** No harness before this time (rate limit). */
+  not_before?: string | null;
+  /** Beside score_history: which of those ticks passed. */
+  pass_history?: boolean[];
+  last_slot?: string | null;
+  [unknownField: string]: unknown;
+}
+
+const isCount = (value: unknown): boolean => Number.isSafeInteger(value) && Number(value) >= 0;
+const isText = (value: unknown): boolean => typeof value === "string";
+const isTextOrNull = (value: unknown): boolean => value === null || isText(value);
+const isNameOrNull = (value: unknown): boolean =>
+  value === null || (typeof value === "string" && NAME_PATTERN.test(value));
+const isTimeOrNull = (value: unknown): boolean =>
+  value === null || (typeof value === "string" && !Number.isNaN(Date.parse(value)));
+const isOneOf = (words: readonly unknown[]) => (value: unknown): boolean => words.includes(value);
+const isListOf = (holds: (item: unknown) => boolean) => (value: unknown): boolean =>
+  Array.isArray(value) && value.every(holds);
+
+// deno-fmt-ignore -- a table: one row a line.
+const LOOP_STATE_RULES: readonly FieldRule[] = [
+  ["name", "a loop's name", isText, "required"],
+  ["status", "running, halted, paused or complete", isOneOf(["running", "halted", "paused", "complete"]), "required"],
+  ["halt_reason", `null or one of ${HALT_REASONS.join(", ")}`, isOneOf([null, ...HALT_REASONS]), "required"],
+  ["iteration_count", "a whole number", isCount, "required"],
+  ["resumed_count", "a whole number", isCount, "required"],
+  ["last_tick_at", "a time", isTimeOrNull, "required"],
+  ["last_verdict", "a verdict or null", (v) => v === null || isRecord(v), "required"],
+  ["score_history", "a list of numbers", isListOf((v) => typeof v === "number"), "required"],
+  ["current_task", "a task's name or null", isNameOrNull, "required"],
+  ["worktree_branch", "a branch or null", isTextOrNull, "required"],
+  ["worktree_path", "a path or null", isTextOrNull, "required"],
+  ["iteration_base", "a whole number", isCount],
+  ["base_branch", "a branch or null", isTextOrNull],
+  ["base_commit", "a commit or null", isTextOrNull],
+  ["consecutive_failures", "a whole number", isCount],
+  ["not_before", "a time or null", isTimeOrNull],
+  ["pass_history", "a list of true and false", isListOf((v) => typeof v === "boolean")],
+  ["last_slot", "a time or null", isTimeOrNull],
+];
+
+/** A state file written by a newer edition: never touched by this one. */
+export class NewerSchemaError extends RefusedError {
+  override name = "NewerSchemaError";
+  constructor(message: string) {
+    super(message, "update Automaton");
+  }
+}
+
+/** Throws unless a state file's `schema_version` is the one that this edition reads and writes. */
+export function checkSchemaVersion(parsed: unknown, where: string): void {
+  const found = isRecord(parsed) ? parsed.schema_version : undefined;
+  if (found === 1) return;
+  if (typeof found === "number" && found > 1) {
+    throw new NewerSchemaError(
+      `Cannot use "${where}": schema_version ${found} is newer than 1, which this edition reads`,
+    );
+  }
+  throw new TypeError(
+    `Cannot use "${where}": field schema_version: found ${describeValue(found)}, wanted 1`,
+  );
+}
+
+/**
+ * Parses the text of a `.state.loop`.
+ *
+ * @throws {SyntaxError|TypeError|NewerSchemaError} Names the file and the field.
+ */
+export function parseLoopState(text: string, where: string): LoopState {
+  const parsed = parseJsonText(text, where);
+  checkSchemaVersion(parsed, where);
+  checkFields(parsed, LOOP_STATE_RULES, where);
+  return parsed as unknown as LoopState;
+}
+// #endregion shared:loop-state
+
+// #region shared:loop-config
+/** One role of a loop; null where the built-in behaviour is meant. */
+export interface RoleConfig {
+  readonly prompt?: string;
+  /** Prompt budget in tokens. */
+  readonly tier?: number;
+  readonly model?: string;
+  readonly command?: readonly string[];
+}
+
+/** The roles of a tick, in order. */
+export type RoleName = "implement" | "verify" | "orchestrate";
+
+/** loop.json as written; every field is optional and has its default where it is used. */
+export interface LoopConfig {
+  readonly name?: string;
+  readonly description?: string;
+  readonly work_source?: {
+    readonly kind?: string;
+    readonly project?: string;
+    readonly area?: string;
+  };
+  readonly roles?: Readonly<Partial<Record<RoleName, RoleConfig | null>>>;
+  readonly brakes?: {
+    readonly max_iterations?: number;
+    readonly max_budget_usd?: number | null;
+    readonly score_plateau_window?: number;
+    readonly max_consecutive_failures?: number;
+  };
+  readonly blast_radius?: {
+    readonly worktree?: boolean;
+    readonly file_scope?: readonly string[];
+    readonly base?: string;
+    readonly commit?: "on_pass" | "always" | "never";
+  };
+  readonly checks?: readonly (readonly string[])[];
+  readonly acceptance_criteria?: string | readonly string[];
+  readonly harness?: {
+    readonly command?: readonly string[];
+    readonly prompt_var?: string;
+    readonly cwd_var?: string;
+    readonly output_var?: string;
+    readonly stdin?: "none" | "prompt";
+    readonly timeout_seconds?: number;
+    readonly idle_timeout_seconds?: number;
+    readonly env?: Readonly<Record<string, string>>;
+    readonly unset_env?: readonly string[];
+    readonly backoff?: unknown;
+    readonly usage?: unknown;
+  };
+  readonly outputs?: { readonly retention?: number };
+  readonly schedule?: { readonly kind?: string; readonly interval_seconds?: number };
+  readonly hooks?: Readonly<Record<string, unknown>>;
+  readonly allowed_phases?: readonly string[];
+}
+
+/** Defaults of the fields that more than one program reads. */
+export const LOOP_DEFAULTS = {
+  maxIterations: 10,
+  plateauWindow: 3,
+  maxConsecutiveFailures: 3,
+  intervalSeconds: 3600,
+  allowedPhases: ["research", "design", "spec", "implement", "code_review", "bug_hunt"],
+} as const;
+
+const isNumberFrom = (min: number) => (value: unknown): boolean =>
+  typeof value === "number" && Number.isFinite(value) && value >= min;
+const isIntegerFrom = (min: number) => (value: unknown): boolean =>
+  Number.isSafeInteger(value) && Number(value) >= min;
+const isArgv = (value: unknown): boolean =>
+  isListOf((item) => typeof item === "string" && !item.includes("\0"))(value) &&
+  (value as string[]).length > 0 && (value as string[])[0] !== "";
+const isRecordOrNull = (value: unknown): boolean => value === null || isRecord(value);
+const isEnvName = (name: unknown): boolean => typeof name === "string" && /^[^=\0]+$/.test(name);
+const isScopePath = (value: unknown): boolean =>
+  typeof value === "string" && value !== "" && !/^([/\\]|[A-Za-z]:)|\0/.test(value) &&
+  !value.split(/[/\\]/).includes("..");
+
+// deno-fmt-ignore -- a table: one row a line.
+const LOOP_CONFIG_RULES: readonly FieldRule[] = [
+  ["$schema", "a text", isText],
+  ["name", "a loop's name", (v) => isNameOrNull(v) && v !== null],
+  ["description", "a text", isText],
+  ["work_source", "an object", isRecord],
+  ["work_source.kind", "a text", isText],
+  ["work_source.project", "a path", (v) => isText(v) && v !== ""],
+  ["work_source.area", "a folder's name below design/", (v) => isScopePath(v)],
+  ["roles", "an object", isRecord],
+  ["roles.implement", "an object or null", isRecordOrNull],
+  ["roles.verify", "an object or null", isRecordOrNull],
+  ["roles.orchestrate", "an object or null", isRecordOrNull],
+  ["roles.*.prompt", "a file's name or a text", (v) => isText(v) && v !== ""],
+  ["roles.*.tier", "a whole number from 4000", isIntegerFrom(4000)],
+  ["roles.*.model", "a model's name", (v) => isText(v) && v !== ""],
+  ["roles.*.command", "a list of texts, the first not empty", isArgv],
+  ["brakes", "an object", isRecord],
+  ["brakes.max_iterations", "a whole number from 1", isIntegerFrom(1)],
+  ["brakes.max_budget_usd", "a number from 0 or null", (v) => v === null || isNumberFrom(0)(v)],
+  ["brakes.score_plateau_window", "a whole number from 2", isIntegerFrom(2)],
+  ["brakes.max_consecutive_failures", "a whole number from 1", isIntegerFrom(1)],
+  ["blast_radius", "an object", isRecord],
+  ["blast_radius.worktree", "true or false", (v) => typeof v === "boolean"],
+  ["blast_radius.file_scope", "a list of paths inside the project, without ..", isListOf(isScopePath)],
+  ["blast_radius.base", "a branch", (v) => typeof v === "string" && /^[^-]/.test(v)],
+  ["blast_radius.commit", "on_pass, always or never", isOneOf(["on_pass", "always", "never"])],
+  ["checks", "a list of commands, each a list of texts", isListOf(isArgv)],
+  ["acceptance_criteria", "a text or a list of texts", (v) => isText(v) || isListOf(isText)(v)],
+  ["harness", "an object", isRecord],
+  ["harness.command", "a list of texts, the first not empty", isArgv],
+  ["harness.prompt_var", "a token", (v) => isText(v) && v !== ""],
+  ["harness.cwd_var", "a token", (v) => isText(v) && v !== ""],
+  ["harness.output_var", "a token", (v) => isText(v) && v !== ""],
+  ["harness.stdin", "none or prompt", isOneOf(["none", "prompt"])],
+  ["harness.timeout_seconds", "a number from 0", isNumberFrom(0)],
+  ["harness.idle_timeout_seconds", "a number from 0", isNumberFrom(0)],
+  ["harness.env", "an object of texts", (v) => isRecord(v) && Object.keys(v).every(isEnvName) && Object.values(v).every(isText)],
+  ["harness.unset_env", "a list of names", isListOf(isEnvName)],
+  ["harness.backoff", "an object", isRecord],
+  ["harness.usage", "an object", isRecord],
+  ["outputs", "an object", isRecord],
+  ["outputs.retention", "a whole number", (v) => Number.isSafeInteger(v)],
+  ["schedule", "an object", isRecord],
+  ["schedule.kind", "a text", isText],
+  ["schedule.interval_seconds", "a whole number from 1", isIntegerFrom(1)],
+  ["hooks", "an object", isRecord],
+  ["hooks.on_halt", "a list of texts, the first not empty", isArgv],
+  ["hooks.on_complete", "a list of texts, the first not empty", isArgv],
+  ["allowed_phases", "a list of phases", isListOf(isOneOf([...LOOP_DEFAULTS.allowedPhases, "complete", "human_intervention"]))],
+];
+
+/** Fields with keys of their own making: nothing below them is unknown. */
+const OPEN_FIELDS = ["harness.env", "harness.backoff", "harness.usage"];
+
+function listUnknownKeys(value: unknown, prefix: string, known: readonly string[]): string[] {
+  if (!isRecord(value) || OPEN_FIELDS.includes(prefix)) return [];
+  return Object.entries(value).flatMap(([key, below]) => {
+    const path = prefix === "" ? key : `${prefix}.${key}`;
+    if (known.includes(path)) return listUnknownKeys(below, path, known);
+    const nearest = findNearest(path, known);
+    return [
+      `unknown field ${path} in loop.json${nearest === null ? "" : ` (did you mean ${nearest}?)`}`,
+    ];
+  });
+}
+
+/**
+ * Parses loop.json (JSONC) and checks every field that a loop knows.
+ *
+ * @returns The configuration and a warning for each unknown key.
+ * @throws {SyntaxError|TypeError} Names the file, the field, what was found and what was wanted.
+ */
+export function parseLoopConfig(
+  text: string,
+  where: string,
+): { config: LoopConfig; warnings: string[] } {
+  const parsed = parseJsonText(text, where, parseJsonc);
+  checkFields(parsed, LOOP_CONFIG_RULES, where);
+  const known = LOOP_CONFIG_RULES.flatMap(([path]) =>
+    path.startsWith("roles.*.")
+      ? ["implement", "verify", "orchestrate"].map((role) => path.replace("*", role))
+      : [path]
+  );
+  return { config: parsed as LoopConfig, warnings: listUnknownKeys(parsed, "", known) };
+}
+// #endregion shared:loop-config
+
+// #region shared:log
+const LOG_LIMIT_BYTES = 5 * 1024 * 1024;
+const LOG_KEPT = 3;
+
+/** Appends one line to a loop's `.state.log`; at 5 MiB the file is rotated and three are kept. */
+export function appendLog(
+  loopDir: string,
+  level: "INFO" | "WARNING" | "ERROR",
+  event: string,
+  fields: Readonly<Record<string, unknown>>,
+): void {
+  const path = join(loopDir, ".state.log");
+  const line = `${JSON.stringify({ at: new Date().toISOString(), level, event, ...fields })}\n`;
+  try {
+    if ((Deno.lstatSync(path).size ?? 0) + line.length > LOG_LIMIT_BYTES) rotateLog(path);
+  } catch (error) {
+    if (!(error instanceof Deno.errors.NotFound)) throw error;
+  }
+  Deno.writeTextFileSync(path, line, { append: true });
+}
+
+function rotateLog(path: string): void {
+  for (let number = LOG_KEPT; number >= 1; number--) {
+    const from = number === 1 ? path : `${path}.${number - 1}`;
+    if (existsSync(from)) Deno.renameSync(from, `${path}.${number}`);
+  }
+}
+// #endregion shared:log
+
+// #region shared:process
+/** Variables by which git would act on another repository than the one in the folder it is given. */
+const GIT_REPOSITORY_VARIABLES = [
+  "GIT_DIR",
+  "GIT_WORK_TREE",
+  "GIT_INDEX_FILE",
+  "GIT_OBJECT_DIRECTORY",
+  "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+  "GIT_COMMON_DIR",
+  "GIT_PREFIX",
+  "GIT_NAMESPACE",
+];
+
+/** Forgets inherited git variables, as when a program is started from a git hook. */
+export function clearGitEnvironment(): void {
+  for (const name of GIT_REPOSITORY_VARIABLES) Deno.env.delete(name);
+}
+
+/** What a finished command left: exit code (null when it could not be started), streams, words. */
+export interface CommandOutcome {
+  readonly code: number | null;
+  readonly stdout: Uint8Array;
+  readonly stderr: string;
+}
+
+/**
+ * Runs a command without a shell and with a deadline.
+ *
+ * @returns code null with the reason in stderr when it could not start or was killed at the deadline.
+ */
+export async function runCommand(
+  argv: readonly string[],
+  options: { cwd?: string; env?: Record<string, string>; timeoutMs?: number } = {},
+): Promise<CommandOutcome> {
+  const { timeoutMs = 60_000, ...spawnOptions } = options;
+  let child: Deno.ChildProcess;
+  try {
+    child = new Deno.Command(argv[0]!, {
+      args: argv.slice(1),
+      ...spawnOptions,
+      stdin: "null",
+      stdout: "piped",
+      stderr: "piped",
+    }).spawn();
+  } catch (error) {
+    return { code: null, stdout: new Uint8Array(), stderr: (error as Error).message };
+  }
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  const deadline = new Promise<null>((expire) => {
+    timer = setTimeout(() => expire(null), timeoutMs);
+  });
+  const output = await Promise.race([child.output(), deadline]);
+  clearTimeout(timer);
+  if (output !== null) {
+    const { code, stdout, stderr } = output;
+    return { code, stdout, stderr: new TextDecoder().decode(stderr).trim() };
+  }
+  child.kill("SIGKILL");
+  const stderr = `no answer from ${argv[0]} within ${timeoutMs / 1000} s`;
+  return { code: null, stdout: new Uint8Array(), stderr };
+}
+
+/** Runs git in a folder: no pager, no prompt, no lock taken only to refresh, no file monitor. */
+export function runGit(
+  cwd: string,
+  args: readonly string[],
+  options: { env?: Record<string, string>; timeoutMs?: number } = {},
+): Promise<CommandOutcome> {
+  const fixed = ["--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotepath=false"];
+  const env = { GIT_TERMINAL_PROMPT: "0", LC_ALL: "C", ...options.env };
+  return runCommand(["git", ...fixed, ...args], { cwd, ...options, env });
+}
+// #endregion shared:process
+
+// --- Helpers ---
+
+/**
+ * Cuts a text to a number of tokens (4 characters each) and marks the cut.
+ *
+ * @returns The text itself when it fits; never half of a surrogate pair.
+ *
+ * @example
+ * ```ts
+ * import { truncateTokens } from "./loop-runner.ts";
+ * if (truncateTokens("abcdefgh", 1) !== "abcd …[truncated]") throw new Error("wrong cut");
+ * ```
+ */
+export function truncateTokens(text: string, maxTokens: number): string {
+  return truncateText(text, maxTokens * CHARS_PER_TOKEN);
+}
+
+function truncateText(text: string, maxChars: number): string {
+  if (text.length <= maxChars) return text;
+  const isInPair = /[\uD800-\uDBFF]/.test(text.charAt(maxChars - 1));
+  return text.slice(0, isInPair ? maxChars - 1 : maxChars) + TRUNCATION_MARK;
+}
+
+/**
+ * Replaces tokens in one pass, so that a value that holds a token stays as it is.
+ *
+ * @param values By token, braces included; tokens without a value stay.
+ *
+ * @example
+ * ```ts
+ * import { substituteTokens } from "./loop-runner.ts";
+ * const text = substituteTokens("{a}{b}{c}", { "{a}": "{b}", "{b}": "2" });
+ * if (text !== "{b}2{c}") throw new Error(text);
+ * ```
+ */
+export function substituteTokens(
+  template: string,
+  values: Readonly<Record<string, string>>,
+): string {
+  const tokens = Object.keys(values).sort((a, b) => b.length - a.length);
+  if (tokens.length === 0) return template;
+  const escaped = tokens.map((token) => token.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+  return template.replace(new RegExp(escaped.join("|"), "g"), (token) => values[token]!);
+}
+
+/**
+ * Makes a task name out of a text; null when nothing of it can stand in one.
+ *
+ * @example
+ * ```ts
+ * import { slugify } from "./loop-runner.ts";
+ * if (slugify("Fix: the **Parser**!") !== "fix-the-parser") throw new Error("wrong slug");
+ * ```
+ */
+export function slugify(text: string): string | null {
+  const plain = text.normalize("NFKD").toLowerCase().replace(/[^a-z0-9]+/g, "-");
+  const slug = plain.replace(/^-+/, "").slice(0, 63).replace(/-+$/, "");
+  return NAME_PATTERN.test(slug) ? slug : null;
+}
+
+/** Quotes words for sh, so that a harness can paste them as one command line. */
+export function quoteForSh(words: readonly string[]): string {
+  return words.map((word) =>
+    /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`
+  )
+    .join(" ");
+}
+
+/**
+ * The open items of a BACKLOG.md, from the top.
+ *
+ * @returns Each item's task name (its bold words, else its text) and its text.
+ */
+export function listBacklogItems(text: string): { name: string; text: string }[] {
+  const items: { name: string; text: string }[] = [];
+  for (const [, item] of text.matchAll(/^\s*[-*] \[ \] +(.+?)\s*$/gm)) {
+    const name = slugify(/\*\*(.+?)\*\*/.exec(item!)?.[1] ?? item!);
+    if (name !== null) items.push({ name, text: item!.replaceAll("**", "") });
+  }
+  return items;
+}
+
+function errorMessage(error: unknown): string {
+  return error instanceof Error ? error.message : String(error);
+}
+
+function formatSeconds(milliseconds: number): string {
+  const seconds = Math.round(milliseconds / 1000);
+  return seconds < 60 ? `${seconds} s` : `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
+}
+
+// --- Verdict ---
+
+/** What was made of a verifier's output. */
+export interface ParsedVerdict {
+  /** Null when there is none, or none that can be relied on. */
+  readonly verdict: Verdict | null;
+  /** Why there is none; empty when there is one. */
+  readonly problem: string;
+  readonly warnings: readonly string[];
+}
+
+interface VerdictCandidate {
+  readonly fields: Readonly<Record<string, unknown>>;
+  readonly isFenced: boolean;
+}
+
+type ReadResult =
+  | { readonly value: unknown; readonly end: number }
+  | { readonly value: undefined; readonly end: number; readonly isCutOff: boolean };
+
+/** Reads one JSON object, with trailing commas and bare NaN and Infinity, at a `{`. */
+function readObject(text: string, start: number): ReadResult {
+  let at = start;
+  let isCutOff = false;
+  const fail = Symbol("fail");
+
+  function skipSpace(): void {
+    while (at < text.length && " \t\n\r".includes(text[at]!)) at++;
+  }
+  function stop(): typeof fail {
+    isCutOff = at >= text.length;
+    return fail;
+  }
+  function readString(): string | typeof fail {
+    const from = at++;
+    for (; at < text.length; at++) {
+      const code = text.charCodeAt(at);
+      if (code < 0x20) return stop();
+      if (code === 0x5c) at++;
+      else if (code === 0x22) {
+        at++;
+        try {
+          return JSON.parse(text.slice(from, at));
+        } catch {
+          return stop(); // An escape that JSON does not have.
+        }
+      }
+    }
+    return stop();
+  }
+  function readWord(): unknown {
+    const word = /[-+.\w]*/y;
+    word.lastIndex = at;
+    const found = word.exec(text)![0];
+    const known: Record<string, unknown> = {
+      true: true,
+      false: false,
+      null: null,
+      NaN: NaN,
+      Infinity: Infinity,
+      "-Infinity": -Infinity,
+    };
+    const isNumber = /^-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?$/.test(found);
+    if (!isNumber && !Object.hasOwn(known, found)) {
+      if (at + found.length >= text.length) at = text.length;
+      return stop();
+    }
+    at += found.length;
+    return isNumber ? Number(found) : known[found];
+  }
+  function readList(depth: number): unknown {
+    const items: unknown[] = [];
+    for (at++;; at++) {
+      skipSpace();
+      if (text[at] === "]") break;
+      const item = readValue(depth);
+      if (item === fail) return fail;
+      items.push(item);
+      skipSpace();
+      if (text[at] === "]") break;
+      if (text[at] !== ",") return stop();
+    }
+    at++;
+    return items;
+  }
+  function readFields(depth: number): unknown {
+    const fields: Record<string, unknown> = Object.create(null);
+    for (at++;; at++) {
+      skipSpace();
+      if (text[at] === "}") break;
+      if (text[at] !== '"') return stop();
+      const key = readString();
+      if (key === fail) return fail;
+      skipSpace();
+      if (text[at] !== ":") return stop();
+      at++;
+      const value = readValue(depth);
+      if (value === fail) return fail;
+      fields[key] = value;
+      skipSpace();
+      if (text[at] === "}") break;
+      if (text[at] !== ",") return stop();
+    }
+    at++;
+    return fields;
+  }
+  function readValue(depth: number): unknown {
+    skipSpace();
+    if (depth > MAX_DEPTH) return stop();
+    if (text[at] === "{") return readFields(depth + 1);
+    if (text[at] === "[") return readList(depth + 1);
+    return text[at] === '"' ? readString() : readWord();
+  }
+
+  const value = readValue(0);
+  if (value === fail) return { value: undefined, end: Math.max(at, start + 1), isCutOff };
+  return { value, end: at };
+}
+
+/** Objects with a `pass` in a value: the value itself, else those within it. */
+function listWithPass(value: unknown): Record<string, unknown>[] {
+  if (Array.isArray(value)) return value.flatMap(listWithPass);
+  if (!isRecord(value)) return [];
+  return Object.hasOwn(value, "pass") ? [value] : Object.values(value).flatMap(listWithPass);
+}
+
+/**
+ * Finds every object with a `pass` in a text. An object that breaks off at the end of the text while
+ * it speaks of a `pass` makes the whole unreliable: a verdict that was cut short may have been a no.
+ */
+function listCandidates(text: string): { candidates: VerdictCandidate[]; isCutOff: boolean } {
+  const candidates: VerdictCandidate[] = [];
+  let isFenced = false;
+  let seen = 0;
+  for (let at = text.indexOf("{"); at >= 0; at = text.indexOf("{", at)) {
+    for (
+      let fence = text.indexOf("```", seen);
+      fence >= 0 && fence < at;
+      fence = text.indexOf("```", seen)
+    ) {
+      isFenced = !isFenced;
+      seen = fence + 3;
+    }
+    seen = Math.max(seen, at);
+    const found = readObject(text, at);
+    if ("isCutOff" in found && found.isCutOff) {
+      return { candidates, isCutOff: text.includes('"pass"', at) };
+    }
+    for (const fields of listWithPass(found.value)) candidates.push({ fields, isFenced });
+    at = found.end;
+  }
+  return { candidates, isCutOff: false };
+}
+
+/** The boolean in a `pass` field, or null when it says neither. */
+function readPass(value: unknown): boolean | null {
+  if (typeof value === "boolean") return value;
+  if (typeof value === "number") return !Number.isNaN(value) && value !== 0;
+  if (typeof value !== "string") return null;
+  return !["", "false", "no", "n", "fail", "failed", "0", "none", "null", "off"]
+    .includes(value.trim().toLowerCase());
+}
+
+function readScore(value: unknown, warnings: string[]): number {
+  if (typeof value !== "number" || !Number.isFinite(value)) return 0.5;
+  if (value >= 0 && value <= 1) return value;
+  warnings.push(`the verdict's score ${value} was outside 0 to 1`);
+  return Math.min(1, Math.max(0, value));
+}
+
+function readReasons(value: unknown): string[] {
+  const items = Array.isArray(value) ? value : value === undefined || value === null ? [] : [value];
+  return items.slice(0, MAX_REASONS).map((item) =>
+    truncateText(typeof item === "string" ? item : describeValue(item), MAX_REASON_CHARS)
+  );
+}
+
+/**
+ * Reads a verifier's output. Never throws; takes time linear in the text.
+ *
+ * A candidate is any JSON object with a `pass`. Those that carry the nonce win and the last of them
+ * counts. Where none does, all count: two that disagree are no verdict, else a fenced one goes first.
+ *
+ * @param nonce What this tick's prompt asked to be given back.
+ *
+ * @example
+ * ```ts
+ * import { parseVerdict } from "./loop-runner.ts";
+ * const { verdict } = parseVerdict('Looks good.\n{"pass": true, "score": 0.9, "nonce": "n1"}', "n1");
+ * if (verdict?.pass !== true || verdict.score !== 0.9) throw new Error("not understood");
+ * ```
+ */
+export function parseVerdict(output: string, nonce: string): ParsedVerdict {
+  // None of what is stripped can stand in valid JSON, in or out of its strings.
+  const text = output
+    // deno-lint-ignore no-control-regex -- escape sequences of terminals start with ESC.
+    .replace(/\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\^_])/g, "")
+    .replace(/^\uFEFF/, "")
+    .replace(/^[ \t]*(?:\/\/|#)[^\n]*$/gm, "");
+  const none = (problem: string): ParsedVerdict => ({ verdict: null, problem, warnings: [] });
+  const { candidates, isCutOff } = listCandidates(text);
+  if (isCutOff) return none("the verifier's last JSON object breaks off");
+  if (candidates.length === 0) return none('the verifier printed no JSON object with a "pass"');
+  const signed = candidates.filter(({ fields }) => fields.nonce === nonce);
+  const warnings: string[] = [];
+  let chosen = signed.at(-1);
+  if (chosen === undefined) {
+    warnings.push("the verdict does not carry the tick's nonce");
+    const passes = new Set(candidates.map(({ fields }) => readPass(fields.pass)));
+    if (passes.size > 1) return none("the verifier printed verdicts that disagree");
+    chosen = candidates.findLast(({ isFenced }) => isFenced) ?? candidates.at(-1)!;
+  }
+  const pass = readPass(chosen.fields.pass);
+  if (pass === null) return none(`the verdict's pass is ${describeValue(chosen.fields.pass)}`);
+  const hint = chosen.fields.next_hint;
+  const verdict: Verdict = {
+    pass,
+    score: readScore(chosen.fields.score, warnings),
+    reasons: readReasons(chosen.fields.reasons),
+    ...(typeof hint === "string" ? { next_hint: truncateText(hint, MAX_HINT_CHARS) } : {}),
+  };
+  return { verdict, problem: "", warnings };
+}
+
+// --- Prompts ---
+
+/** Values of prompt tokens that may be shortened so that a prompt fits, in this order. */
+const SHRINKABLE = [
+  "{artifact_content}",
+  "{diff}",
+  "{task_brief}",
+  "{acceptance_criteria}",
+] as const;
+
+/**
+ * Fills a prompt's tokens and fits the whole to a budget by shortening its longest parts first.
+ *
+ * @param maxTokens The role's budget, in tokens of 4 characters.
+ * @returns The prompt; longer than the budget only where its fixed text alone is.
+ */
+export function fillPrompt(
+  template: string,
+  values: Readonly<Record<string, string>>,
+  maxTokens: number,
+): string {
+  const fitted = { ...values };
+  const maxChars = maxTokens * CHARS_PER_TOKEN;
+  for (const token of SHRINKABLE) {
+    const text = substituteTokens(template, fitted);
+    const value = fitted[token];
+    const uses = template.split(token).length - 1;
+    if (text.length <= maxChars || value === undefined || uses === 0) continue;
+    const excess = Math.ceil((text.length - maxChars) / uses) + TRUNCATION_MARK.length;
+    fitted[token] = truncateText(value, Math.max(0, value.length - excess));
+  }
+  return substituteTokens(template, fitted);
+}
+
+/** A prompt's text: the loop's own file, else the framework's, else the reference itself. */
+function readPromptTemplate(tick: Tick, reference: string): string {
+  if (!/[\n\0]/.test(reference) && reference.length < 1024) {
+    for (const folder of [tick.dir, join(tick.framework, "prompts")]) {
+      const path = join(folder, reference);
+      if (existsSync(path) && !isDirectory(path)) return Deno.readTextFileSync(path);
+    }
+  }
+  return reference;
+}
+
+/** What a task is about: its first document, else its title. */
+function readTaskBrief(task: TaskView): string {
+  for (const document of ["RESEARCH.md", "DESIGN.md", "SPEC.md"]) {
+    const text = readTextIfPresent(join(task.dir, document));
+    if (text !== null && text.trim() !== "") return text;
+  }
+  return task.title;
+}
+
+function outputPath(tick: Tick, suffix: string): string {
+  return join(tick.dir, "outputs", `tick${tick.number}-${suffix}`);
+}
+
+/** Values that prompts and argv have in common. */
+function commonValues(tick: Tick): Record<string, string> {
+  const criteria = tick.config.acceptance_criteria ?? "";
+  return {
+    "{loop_name}": tick.loop,
+    "{task_brief}": truncateTokens(readTaskBrief(tick.task), BRIEF_TOKENS),
+    "{acceptance_criteria}": truncateTokens(
+      typeof criteria === "string" ? criteria : criteria.join("\n"),
+      CRITERIA_TOKENS,
+    ),
+    "{next_hint}": truncateTokens(tick.state.last_verdict?.next_hint ?? "", HINT_TOKENS),
+    "{current_task}": tick.task.name,
+    "{current_phase}": tick.task.phase,
+    "{task_dir}": tick.task.dir,
+  };
+}
+
+/** Resolves a role's prompt and writes it where the harness finds it. */
+function writePrompt(tick: Tick, role: RoleName, values: Readonly<Record<string, string>>): string {
+  const config = tick.config.roles?.[role];
+  const template = readPromptTemplate(tick, config?.prompt ?? DEFAULT_PROMPTS[role]);
+  const budget = Math.min(config?.tier ?? DEFAULT_TIER_TOKENS, tick.windowTokens);
+  const prompt = fillPrompt(template, {
+    ...commonValues(tick),
+    "{phase_document}": tick.task.document ?? "",
+    "{status_command}": quoteForSh(programArgv(tick.framework, "status")),
+    ...values,
+  }, budget);
+  if (prompt.length > budget * CHARS_PER_TOKEN) {
+    warn(tick, `the ${role} prompt is longer than its ${budget} tokens`);
+  }
+  const path = outputPath(tick, `${role}-prompt.md`);
+  ensureDirSync(dirname(path));
+  Deno.writeTextFileSync(path, prompt);
+  return path;
+}
+
+/** Notes a warning for the summary and the log. */
+function warn(tick: Tick, message: string): void {
+  tick.summary.warnings.push(message);
+  logSafely(tick, "WARNING", "WARNING", { tick: tick.number, message });
+}
+
+/** Appends to the log; one that cannot be written is a warning, never the end of a tick. */
+function logSafely(
+  { dir, summary, isDryRun }: Pick<Tick, "dir" | "summary" | "isDryRun">,
+  level: "INFO" | "WARNING" | "ERROR",
+  event: string,
+  fields: Record<string, unknown>,
+): void {
+  if (isDryRun) return;
+  try {
+    appendLog(dir, level, event, fields);
+  } catch (error) {
+    summary.warnings.push(`Cannot write the log in "${dir}": ${errorMessage(error)}`);
+  }
+}
+
+// --- Processes ---
+
+/** The words with which a sibling program is run: compiled beside this one, or its source. */
+function programArgv(framework: string, program: "status" | "vram-detect"): string[] {
+  if (Deno.build.standalone) {
+    const extension = Deno.build.os === "windows" ? ".exe" : "";
+    return [join(dirname(Deno.realPathSync(Deno.execPath())), program + extension)];
+  }
+  const script = join(framework, "scripts", `${program}.ts`);
+  return [Deno.execPath(), "run", "-q", "--no-prompt", `-P=${program}`, script];
+}
+
+/** Runs a sibling program with `--json` and returns the object in its last line, or why there is none. */
+async function runProgram(
+  tick: Pick<Tick, "framework" | "project" | "loop">,
+  program: "status" | "vram-detect",
+  args: readonly string[],
+  holdsLock = false,
+): Promise<{ json: Record<string, unknown> | null; code: number | null; problem: string }> {
+  const env: Record<string, string> = {
+    AUTOMATON_HOME: tick.framework,
+    AUTOMATON_PROJECT: tick.project,
+    AUTOMATON_LOOP: tick.loop,
+  };
+  if (holdsLock) env.AUTOMATON_NO_LOOP_LOCK = "1";
+  const argv = [...programArgv(tick.framework, program), ...args, "--json"];
+  const { code, stdout, stderr } = await runCommand(argv, { env, timeoutMs: 120_000 });
+  const lastLine = new TextDecoder().decode(stdout).trimEnd().split("\n").at(-1) ?? "";
+  let json: unknown = null;
+  try {
+    json = JSON.parse(lastLine);
+  } catch {
+    // No JSON line: `problem` carries what the program said instead.
+  }
+  const told = isRecord(json) && typeof json.error === "string"
+    ? json.error
+    : stderr.split("\n")[0];
+  return { json: isRecord(json) ? json : null, code, problem: told || `exit code ${code}` };
+}
+
+/** The processes of this machine; empty where they cannot be listed. */
+async function listProcesses(): Promise<ProcessEntry[]> {
+  if (Deno.build.os === "windows") return [];
+  const isLinux = Deno.build.os === "linux";
+  // Deno itself may not read /proc without --allow-all; a fixed script may.
+  const argv = isLinux
+    ? ["sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null"]
+    : ["ps", "-A", "-o", "pid=,stat=,ppid=,pgid=,lstart="];
+  const { stdout } = await runCommand(argv, { timeoutMs: 10_000 });
+  const parse = isLinux ? parseProcStat : parsePsLine;
+  return new TextDecoder().decode(stdout).split("\n").map(parse).filter((entry) => entry !== null);
+}
+
+/** One line of /proc/PID/stat (proc(5)): pid, (name), state, parent, group, …, 22nd the start time. */
+export function parseProcStat(line: string): ProcessEntry | null {
+  const match = /^(\d+) \(.*\) (\S) (\d+) (\d+) (.*)$/.exec(line);
+  if (match === null) return null;
+  const [, pid, state, parent, group, rest] = match;
+  return {
+    pid: Number(pid),
+    parent: Number(parent),
+    group: Number(group),
+    isZombie: state === "Z" || state === "X",
+    started: rest!.split(" ")[16] ?? "",
+  };
+}
+
+/** One line of `ps -o pid=,stat=,ppid=,pgid=,lstart=` (macOS, BSD). */
+export function parsePsLine(line: string): ProcessEntry | null {
+  const match = /^\s*(\d+)\s+(\S+)\s+(\d+)\s+(\d+)\s+(.*)$/.exec(line);
+  if (match === null) return null;
+  const [, pid, state, parent, group, started] = match;
+  return {
+    pid: Number(pid),
+    parent: Number(parent),
+    group: Number(group),
+    isZombie: state!.startsWith("Z"),
+    started: started!.trim(),
+  };
+}
+
+/** The ids of processes that carry a run's marker in their environment. */
+async function listMarked(runId: string): Promise<Set<number>> {
+  const marker = `AUTOMATON_RUN_ID=${runId}`;
+  if (Deno.build.os === "linux") {
+    const script = 'grep -slF -e "$1" /proc/[0-9]*/environ';
+    const { stdout } = await runCommand(["sh", "-c", script, "sh", marker], { timeoutMs: 10_000 });
+    return new Set(
+      [...new TextDecoder().decode(stdout).matchAll(/\/proc\/(\d+)\//g)].map((m) => Number(m[1])),
+    );
+  }
+  if (Deno.build.os === "windows") return new Set();
+  const { stdout } = await runCommand(["ps", "-A", "-E", "-ww", "-o", "pid=,command="], {
+    timeoutMs: 10_000,
+  });
+  const lines = new TextDecoder().decode(stdout).split("\n").filter((line) =>
+    line.includes(marker)
+  );
+  return new Set(
+    lines.map((line) => parseInt(line, 10)).filter((pid) => pid > 0 && pid !== Deno.pid),
+  );
+}
+
+/** All living processes of a run: of the harness's group, descended from it, or marked. */
+async function findRunProcesses(
+  leader: { pid: number; started: string | null },
+  runId: string,
+): Promise<ProcessEntry[]> {
+  const [table, marked] = await Promise.all([listProcesses(), listMarked(runId)]);
+  const isLeaderKnown = (entry: ProcessEntry) =>
+    entry.pid !== leader.pid || leader.started === null || entry.started === leader.started;
+  const family = new Set(marked);
+  // A group id stays taken while a process is in the group, so a group with a strange leader is new.
+  const isGroupOurs = table.every(isLeaderKnown);
+  if (isGroupOurs) {
+    for (const entry of table) if (entry.group === leader.pid) family.add(entry.pid);
+    if (table.some(({ pid }) => pid === leader.pid)) family.add(leader.pid);
+  }
+  for (let size = -1; size !== family.size;) {
+    size = family.size;
+    for (const entry of table) if (family.has(entry.parent)) family.add(entry.pid);
+  }
+  family.delete(Deno.pid);
+  return table.filter((entry) => family.has(entry.pid) && !entry.isZombie);
+}
+
+function sendSignal(pid: number, signal: Deno.Signal): void {
+  try {
+    Deno.kill(pid, signal);
+  } catch {
+    // It has ended since it was listed, which is all that was wanted.
+  }
+}
+
+/**
+ * Ends every process of a run: TERM, a grace, KILL.
+ *
+ * @returns How many there were.
+ */
+async function endRun(
+  leader: { pid: number; started: string | null },
+  runId: string,
+): Promise<number> {
+  if (Deno.build.os === "windows") {
+    const { code } = await runCommand(["taskkill", "/T", "/F", "/PID", `${leader.pid}`], {
+      timeoutMs: 15_000,
+    });
+    return code === 0 ? 1 : 0;
+  }
+  let living = await findRunProcesses(leader, runId);
+  const count = living.length;
+  for (
+    const [signal, graceMs] of [["SIGTERM", TERM_GRACE_MS], ["SIGKILL", KILL_GRACE_MS]] as const
+  ) {
+    const deadline = Date.now() + graceMs;
+    const told = new Set<number>();
+    while (living.length > 0) {
+      // Ones that started since the last look are told too.
+      for (const { pid } of living) if (!told.has(pid)) sendSignal(pid, signal);
+      living.forEach(({ pid }) => told.add(pid));
+      if (Date.now() >= deadline) break;
+      await sleep(100);
+      living = await findRunProcesses(leader, runId);
+    }
+  }
+  return count;
+}
+
+// --- Harness ---
+
+interface HarnessRequest {
+  readonly role: RoleName;
+  readonly argv: readonly string[];
+  readonly env: Readonly<Record<string, string>>;
+  /** Text for stdin; null closes it. */
+  readonly stdin: string | null;
+  readonly timeoutMs: number;
+  readonly idleTimeoutMs: number;
+}
+
+/** Copies a stream into a file, with a bound, and keeps its end. */
+class StreamRecorder {
+  #tail: Uint8Array[] = [];
+  #tailBytes = 0;
+  #written = 0;
+  #dropped = 0;
+  #file: Deno.FsFile;
+  #reader: ReadableStreamDefaultReader<Uint8Array>;
+  readonly done: Promise<void>;
+  lastOutputAt = Date.now();
+
+  constructor(stream: ReadableStream<Uint8Array>, path: string) {
+    this.#file = Deno.openSync(path, { write: true, create: true, truncate: true });
+    this.#reader = stream.getReader();
+    this.done = this.#copy();
+  }
+
+  async #copy(): Promise<void> {
+    try {
+      for (let part = await this.#reader.read(); !part.done; part = await this.#reader.read()) {
+        this.#keep(part.value);
+      }
+    } catch {
+      // A pipe that breaks ends like one that is closed: what came before counts.
+    } finally {
+      this.#finish();
+    }
+  }
+
+  #keep(bytes: Uint8Array): void {
+    this.lastOutputAt = Date.now();
+    const room = Math.max(0, MAX_STREAM_BYTES - this.#written);
+    this.#written += writeAll(this.#file, bytes.subarray(0, room));
+    this.#dropped += bytes.length - Math.min(room, bytes.length);
+    this.#tail.push(bytes);
+    this.#tailBytes += bytes.length;
+    while (this.#tailBytes - this.#tail[0]!.length >= TAIL_BYTES) {
+      this.#tailBytes -= this.#tail.shift()!.length;
+    }
+  }
+
+  #finish(): void {
+    if (this.#dropped > 0) {
+      const mark = `\n…[${this.#dropped} bytes more, of which these are the last]\n${
+        this.tail().slice(-4096)
+      }`;
+      writeAll(this.#file, new TextEncoder().encode(mark));
+    }
+    this.#file.close();
+  }
+
+  /** The end of what has come so far, at most TAIL_BYTES. */
+  tail(): string {
+    const bytes = new Uint8Array(this.#tailBytes);
+    let at = 0;
+    for (const part of this.#tail) {
+      bytes.set(part, at);
+      at += part.length;
+    }
+    return new TextDecoder().decode(bytes.subarray(-TAIL_BYTES));
+  }
+
+  /** The last line that is not blank, for people who watch. */
+  lastLine(): string {
+    const end = this.#tail.at(-1);
+    if (end === undefined) return "";
+    const lines = new TextDecoder().decode(end.subarray(-2000)).trimEnd().split("\n");
+    return lines.at(-1)!.trim();
+  }
+
+  /** Stops waiting for a pipe that somebody still holds open. */
+  async abandon(): Promise<void> {
+    await this.#reader.cancel().catch(() => {}); // Cancelled or broken, it is not read any more.
+    await this.done;
+  }
+}
+
+/** Writes all bytes; on a full disk the rest is given up, since the harness must go on. */
+function writeAll(file: Deno.FsFile, bytes: Uint8Array): number {
+  let done = 0;
+  try {
+    while (done < bytes.length) done += file.writeSync(bytes.subarray(done));
+  } catch {
+    // The log is a record for people; the verdict is read from memory.
+  }
+  return done;
+}
+
+/** Says why a harness could not be started. */
+function describeStartFailure(
+  error: unknown,
+  argv: readonly string[],
+): Pick<HarnessOutcome, "result" | "message"> {
+  const command = argv[0]!;
+  const code = (error as { code?: string }).code;
+  if (error instanceof Deno.errors.NotFound) {
+    return {
+      result: "not_found",
+      message: `Cannot start "${command}": not found, or its interpreter is missing (PATH is ${
+        readEnv("PATH") ?? "empty"
+      })`,
+    };
+  }
+  if (error instanceof Deno.errors.PermissionDenied) {
+    return { result: "not_executable", message: `Cannot start "${command}": it is not executable` };
+  }
+  if (code === "E2BIG") {
+    const longest = Math.max(...argv.map((argument) => argument.length));
+    return {
+      result: "argument_list_too_long",
+      message:
+        `Cannot start "${command}": its arguments are too long (the longest has ${longest} characters); give the prompt by {prompt} or on stdin`,
+    };
+  }
+  return { result: "cannot_start", message: `Cannot start "${command}": ${errorMessage(error)}` };
+}
+
+/** Feeds a prompt to a harness that may not want to read it. */
+async function feedStdin(stdin: WritableStream<Uint8Array>, text: string): Promise<void> {
+  try {
+    const writer = stdin.getWriter();
+    await writer.write(new TextEncoder().encode(text));
+    await writer.close();
+  } catch {
+    // The harness closed its stdin or ended; its outcome says the rest.
+  }
+}
+
+/** Runs a harness to its end or its deadline; no process of it is left when this returns. */
+async function runHarness(tick: Tick, request: HarnessRequest): Promise<HarnessOutcome> {
+  const { role, argv } = request;
+  const paths = { out: outputPath(tick, `${role}.log`), err: outputPath(tick, `${role}.err.log`) };
+  Object.assign(tick.summary.artifacts, {
+    [`${role}_log`]: paths.out,
+    [`${role}_err_log`]: paths.err,
+  });
+  const failed = (outcome: Pick<HarnessOutcome, "result" | "message">) => ({
+    ...outcome,
+    stdoutTail: "",
+    leftOver: 0,
+  });
+  if (!isDirectory(tick.cwd)) {
+    return failed({
+      result: "cannot_start",
+      message: `Cannot start "${argv[0]}": no folder "${tick.cwd}"`,
+    });
+  }
+  let child: Deno.ChildProcess;
+  try {
+    child = new Deno.Command(argv[0]!, {
+      args: argv.slice(1),
+      cwd: tick.cwd,
+      clearEnv: true,
+      env: request.env,
+      stdin: request.stdin === null ? "null" : "piped",
+      stdout: "piped",
+      stderr: "piped",
+      detached: true,
+    }).spawn();
+  } catch (error) {
+    return failed(describeStartFailure(error, argv));
+  }
+  const leader = { pid: child.pid, started: await findStartTime(child.pid) };
+  writeLockNote(tick, leader);
+  const streams = [
+    new StreamRecorder(child.stdout, paths.out),
+    new StreamRecorder(child.stderr, paths.err),
+  ] as const;
+  if (request.stdin !== null) void feedStdin(child.stdin, request.stdin);
+  const ending = await watchHarness(tick, request, child, streams, leader);
+  const leftOver = await endRun(leader, tick.runId);
+  await Promise.race([Promise.all(streams.map(({ done }) => done)), sleep(DRAIN_MS)]);
+  await Promise.all(streams.map((stream) => stream.abandon()));
+  writeLockNote(tick, null);
+  return { ...ending, stdoutTail: streams[0].tail(), leftOver };
+}
+
+async function findStartTime(pid: number): Promise<string | null> {
+  return (await listProcesses()).find((entry) => entry.pid === pid)?.started ?? null;
+}
+
+/** Waits for a harness to end by itself, and ends it when a deadline, a pause or a signal says so. */
+async function watchHarness(
+  tick: Tick,
+  request: HarnessRequest,
+  child: Deno.ChildProcess,
+  streams: readonly [StreamRecorder, StreamRecorder],
+  leader: { pid: number; started: string | null },
+): Promise<Pick<HarnessOutcome, "result" | "message">> {
+  const startedAt = Date.now();
+  const progress = startProgress(tick, request.role);
+  let cause: Pick<HarnessOutcome, "result" | "message"> | null = null;
+  let status: Deno.CommandStatus | null = null;
+  const ended = child.status.then((value) => {
+    status = value;
+  });
+  while (status === null && cause === null) {
+    await raceWithSleep(ended, WATCH_MS);
+    cause = status === null ? findEndCause(tick, request, startedAt, streams) : null;
+    progress.show(streams[0].lastLine() || streams[1].lastLine());
+  }
+  if (cause !== null) await endRun(leader, tick.runId);
+  await raceWithSleep(ended, KILL_GRACE_MS);
+  progress.end();
+  if (cause !== null) return cause;
+  const { code, signal } = status! as Deno.CommandStatus;
+  if (signal !== null) {
+    return { result: "killed", message: `the ${request.role} harness was killed by ${signal}` };
+  }
+  if (code !== 0) {
+    return {
+      result: "exit_nonzero",
+      message: `the ${request.role} harness ended with exit code ${code}`,
+    };
+  }
+  return { result: "ok", message: "" };
+}
+
+async function raceWithSleep(promise: Promise<void>, milliseconds: number): Promise<void> {
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  const slept = new Promise<void>((wake) => {
+    timer = setTimeout(wake, milliseconds);
+  });
+  await Promise.race([promise, slept]);
+  clearTimeout(timer);
+}
+
+/** Why a running harness has to end now; null while it may go on. */
+function findEndCause(
+  tick: Tick,
+  { role, timeoutMs, idleTimeoutMs }: HarnessRequest,
+  startedAt: number,
+  streams: readonly StreamRecorder[],
+): Pick<HarnessOutcome, "result" | "message"> | null {
+  const now = Date.now();
+  const idleMs = now - Math.max(startedAt, ...streams.map(({ lastOutputAt }) => lastOutputAt));
+  if (tick.stop.signal !== null) {
+    return { result: "stopped", message: `ended by ${tick.stop.signal}` };
+  }
+  if (isPausedNow(tick.dir)) return { result: "stopped", message: "ended by --pause-loop --now" };
+  if (timeoutMs > 0 && now - startedAt >= timeoutMs) {
+    return {
+      result: "timeout",
+      message: `the ${role} harness ran longer than ${formatSeconds(timeoutMs)}`,
+    };
+  }
+  if (idleTimeoutMs > 0 && idleMs >= idleTimeoutMs) {
+    return {
+      result: "idle_timeout",
+      message: `the ${role} harness printed nothing for ${formatSeconds(idleTimeoutMs)}`,
+    };
+  }
+  return null;
+}
+
+const pauseRequestFile = (dir: string) => join(dir, "pause.request");
+
+function isPausedNow(dir: string): boolean {
+  try {
+    const request: unknown = JSON.parse(readTextIfPresent(pauseRequestFile(dir)) ?? "null");
+    return isRecord(request) && request.now === true;
+  } catch {
+    return false; // Not JSON: a plain request, honoured before the next role.
+  }
+}
+
+/** Shows on a terminal what a harness is doing; elsewhere one line when it ends. */
+function startProgress(
+  { loop, number }: Tick,
+  role: RoleName,
+): { show(line: string): void; end(): void } {
+  const startedAt = Date.now();
+  const isTerminal = Deno.stderr.isTerminal();
+  const write = (text: string) => Deno.stderr.writeSync(new TextEncoder().encode(text));
+  let shownAt = 0;
+  const label = () => `${loop} tick ${number}: ${role} ${formatSeconds(Date.now() - startedAt)}`;
+  return {
+    show(line) {
+      if (!isTerminal || Date.now() - shownAt < 1000) return;
+      shownAt = Date.now();
+      // deno-lint-ignore no-control-regex -- a harness's control characters must not reach the screen.
+      const plain = line.replace(/\u001b\[[0-?]*[ -/]*[@-~]|[\u0000-\u001f\u007f-\u009f]/g, "");
+      const columns = Deno.consoleSize().columns;
+      write(`\r\u001b[K${`${label()}  ${plain}`.slice(0, columns - 1)}`);
+    },
+    end() {
+      write(`${isTerminal ? "\r\u001b[K" : ""}${label()}\n`);
+    },
+  };
+}
+
+/** Writes into the lock file who holds it, for people and for the next tick. */
+function writeLockNote(
+  tick: Pick<Tick, "lock" | "loop" | "runId" | "isDryRun">,
+  harness: { pid: number; started: string | null } | null,
+): void {
+  if (tick.isDryRun) return;
+  const note: LockNote = {
+    pid: Deno.pid,
+    host: Deno.hostname(),
+    loop: tick.loop,
+    started_at: new Date().toISOString(),
+    run_id: tick.runId,
+    harness_pgid: harness?.pid ?? null,
+    harness_started: harness?.started ?? null,
+  };
+  tick.lock.truncateSync(0);
+  tick.lock.seekSync(0, Deno.SeekMode.Start);
+  writeAll(tick.lock, new TextEncoder().encode(`${JSON.stringify(note)}\n`));
+}
+
+/** Ends what a tick that was killed has left running; its lock is ours by now. */
+async function sweepLastRun(dir: string, summary: Summary): Promise<void> {
+  const note = readLockNote(join(dir, ".state.lock"));
+  if (note?.harness_pgid === null || note?.run_id === null || note === null) return;
+  const leader = { pid: note.harness_pgid, started: note.harness_started };
+  const count = await endRun(leader, note.run_id);
+  if (count > 0) {
+    summary.warnings.push(`ended ${count} process(es) that an earlier tick left running`);
+  }
+}
+
+/** The environment of a harness: the person's, less and more what loop.json and the tick say. */
+function buildHarnessEnv(tick: Tick, role: RoleName): Record<string, string> {
+  const harness = tick.config.harness ?? {};
+  const env: Record<string, string> = { ...Deno.env.toObject(), ...harness.env };
+  for (const name of [...harness.unset_env ?? [], "AUTOMATON_NO_LOOP_LOCK", "AUTOMATON_OP_FILE"]) {
+    delete env[name];
+  }
+  return {
+    ...env,
+    PWD: tick.cwd,
+    AUTOMATON_HOME: tick.framework,
+    AUTOMATON_PROJECT: tick.project,
+    AUTOMATON_LOOP: tick.loop,
+    AUTOMATON_ROLE: role,
+    AUTOMATON_TASK: tick.task.name,
+    AUTOMATON_RUN_ID: tick.runId,
+    ...(role === "orchestrate" ? { AUTOMATON_OP_FILE: outputPath(tick, "orchestrate.op") } : {}),
+  };
+}
+
+/** Builds what a role's harness is run with; the prompt has been written. */
+function buildRequest(tick: Tick, role: RoleName, promptPath: string): HarnessRequest {
+  const harness = tick.config.harness ?? {};
+  const isDefault = harness.command === undefined;
+  const command = harness.command ?? DEFAULT_HARNESS.command;
+  const stdin = harness.stdin ?? (isDefault ? DEFAULT_HARNESS.stdin : "none");
+  const model = tick.config.roles?.[role]?.model ?? tick.models?.default;
+  const prompt = readTextIfPresent(promptPath) ?? "";
+  const values: Record<string, string> = {
+    ...commonValues(tick),
+    [harness.prompt_var ?? "{prompt}"]: promptPath,
+    "{prompt_content}": prompt,
+    [harness.cwd_var ?? "{cwd}"]: tick.cwd,
+    [harness.output_var ?? "{output}"]: outputPath(
+      tick,
+      role === "implement" ? "implement.json" : `${role}.json`,
+    ),
+    "{artifact}": outputPath(tick, "implement.json"),
+    "{loop_dir}": tick.dir,
+    "{framework}": tick.framework,
+    "{role}": role,
+    "{tick}": `${tick.number}`,
+    ...(role === "orchestrate" ? { "{verdict}": outputPath(tick, "verdict.json") } : {}),
+    ...(model === undefined ? {} : { "{model}": model }),
+  };
+  return {
+    role,
+    argv: command.map((element) => substituteTokens(element, values)),
+    env: buildHarnessEnv(tick, role),
+    stdin: stdin === "prompt" ? prompt : null,
+    timeoutMs: (harness.timeout_seconds ?? DEFAULT_TIMEOUT_S) * 1000,
+    idleTimeoutMs: (harness.idle_timeout_seconds ?? 0) * 1000,
+  };
+}
+
+// --- Worktree ---
+
+/** One entry of `git worktree list --porcelain`. */
+interface WorktreeEntry {
+  readonly path: string;
+  readonly lockReason: string | null;
+}
+
+/** Parses `git worktree list --porcelain` (git 2.17 to 2.47). */
+export function parseWorktreeList(text: string): WorktreeEntry[] {
+  return text.split("\n\n").filter((block) => block.startsWith("worktree ")).map((block) => {
+    const lines = block.split("\n");
+    const lock = lines.find((line) => line === "locked" || line.startsWith("locked "));
+    return {
+      path: lines[0]!.slice("worktree ".length),
+      lockReason: lock === undefined ? null : lock.slice("locked ".length) || "no reason given",
+    };
+  });
+}
+
+/** Runs git; a failure skips the tick with git's own words. */
+async function git(cwd: string, args: readonly string[], timeoutMs = 60_000): Promise<string> {
+  const { code, stdout, stderr } = await runGit(cwd, args, { timeoutMs });
+  if (code === 0) return new TextDecoder().decode(stdout).replace(/\r?\n$/, "");
+  const words = stderr.split("\n").filter((line) => line !== "").slice(-3).join(" ");
+  throw new SkipError(
+    "worktree_failed",
+    `git ${args[0]} ${args[1] ?? ""}: ${words || `exit code ${code}`}`,
+  );
+}
+
+async function gitOrNull(cwd: string, args: readonly string[]): Promise<string | null> {
+  const { code, stdout } = await runGit(cwd, args);
+  return code === 0 ? new TextDecoder().decode(stdout).replace(/\r?\n$/, "") : null;
+}
+
+function realPathOrNull(path: string): string | null {
+  try {
+    return Deno.realPathSync(path);
+  } catch {
+    return null; // Nothing there.
+  }
+}
+
+/** Decides where the harness works and makes the worktree when there is none. */
+async function prepareWorkFolder(tick: Tick): Promise<void> {
+  const { code, stderr } = await runGit(tick.project, ["rev-parse", "--show-toplevel"]);
+  tick.isGit = code === 0;
+  tick.cwd = tick.project;
+  if (tick.config.blast_radius?.worktree === false) return;
+  if (code === null) {
+    return warn(tick, `git cannot be run (${stderr}): the harness works in the project itself`);
+  }
+  if (code !== 0 && stderr.includes("not a git repository")) {
+    return warn(tick, "the project is no git repository: the harness works in the project itself");
+  }
+  if (code !== 0) throw new SkipError("worktree_failed", `git rev-parse: ${stderr}`);
+  const path = join(Deno.realPathSync(tick.dir), "worktree");
+  tick.cwd = path;
+  if (tick.isDryRun) return;
+  await excludeWorktrees(tick);
+  const base = await resolveBase(tick);
+  if (!(await isUsableWorktree(tick, path))) await addWorktree(tick, path, base);
+  await initSubmodules(path);
+  const { state } = tick;
+  state.worktree_path = path;
+  state.worktree_branch = await gitOrNull(path, ["symbolic-ref", "--short", "-q", "HEAD"]);
+  if (state.worktree_branch !== branchName(tick)) {
+    warn(
+      tick,
+      `the worktree is on ${state.worktree_branch ?? "no branch"}, not on ${branchName(tick)}`,
+    );
+  }
+  state.base_branch ??= base.branch;
+  state.base_commit ??= await gitOrNull(path, ["merge-base", base.commit, "HEAD"]) ?? base.commit;
+}
+
+const branchName = (tick: Pick<Tick, "loop">) => `loop/${tick.loop}`;
+
+/** Keeps loops' worktrees out of `git status` by the repository's own exclude file. */
+async function excludeWorktrees(tick: Tick): Promise<void> {
+  const path = resolve(
+    tick.project,
+    await git(tick.project, ["rev-parse", "--git-path", "info/exclude"]),
+  );
+  const prefix = await git(tick.project, ["rev-parse", "--show-prefix"]);
+  const pattern = `${prefix === "" ? "" : "**/"}.automaton/loops/*/worktree`;
+  const text = readTextIfPresent(path) ?? "";
+  if (text.split(/\r?\n/).includes(pattern)) return;
+  ensureDirSync(dirname(path));
+  writeFileAtomic(path, `${text}${text === "" || text.endsWith("\n") ? "" : "\n"}${pattern}\n`);
+}
+
+/** The branch and commit that a new worktree starts from. */
+async function resolveBase(tick: Tick): Promise<{ branch: string | null; commit: string }> {
+  const { project, config } = tick;
+  const commitOf = (name: string) =>
+    gitOrNull(project, ["rev-parse", "--verify", "-q", `${name}^{commit}`]);
+  const declared = config.blast_radius?.base;
+  if (declared !== undefined) {
+    const commit = await commitOf(declared);
+    if (commit !== null) return { branch: declared, commit };
+    throw new SkipError(
+      "worktree_failed",
+      `blast_radius.base "${declared}" is no branch of this repository`,
+    );
+  }
+  const remote = await gitOrNull(project, [
+    "symbolic-ref",
+    "--short",
+    "-q",
+    "refs/remotes/origin/HEAD",
+  ]);
+  const current = await gitOrNull(project, ["symbolic-ref", "--short", "-q", "HEAD"]);
+  for (const branch of [remote, current]) {
+    const commit = branch === null ? null : await commitOf(branch);
+    if (commit !== null) return { branch, commit };
+  }
+  const head = await commitOf("HEAD");
+  if (head !== null) return { branch: null, commit: head };
+  throw new SkipError("worktree_failed", "the repository has no commit yet: make the first one");
+}
+
+/** True when the worktree is there, registered and whole; else what stands in its place is cleared. */
+async function isUsableWorktree(tick: Tick, path: string): Promise<boolean> {
+  const entries = parseWorktreeList(await git(tick.project, ["worktree", "list", "--porcelain"]));
+  const real = realPathOrNull(path);
+  const entry = entries.find((each) =>
+    each.path === path || (real !== null && realPathOrNull(each.path) === real)
+  );
+  if (entry !== undefined && real !== null) {
+    const top = await gitOrNull(path, ["rev-parse", "--show-toplevel"]);
+    if (top !== null && realPathOrNull(top) === real) return true;
+  }
+  if (entry?.lockReason !== null && entry !== undefined) {
+    throw new SkipError(
+      "worktree_failed",
+      `the worktree is missing but locked (${entry.lockReason}); git worktree unlock ${path}`,
+    );
+  }
+  if (existsSync(path)) {
+    const aside = `${path}.${new Date().toISOString().replace(/[-:.]/g, "")}`;
+    Deno.renameSync(path, aside);
+    warn(tick, `"${path}" was no worktree of this repository and is now ${aside}`);
+  }
+  if (entry !== undefined) await git(tick.project, ["worktree", "prune"]);
+  return false;
+}
+
+async function addWorktree(tick: Tick, path: string, base: { commit: string }): Promise<void> {
+  const branch = branchName(tick);
+  const exists =
+    await gitOrNull(tick.project, ["rev-parse", "--verify", "-q", `refs/heads/${branch}`]) !== null;
+  const target = exists ? [path, branch] : ["-b", branch, path, base.commit];
+  await git(tick.project, ["worktree", "add", ...target], GIT_CHECKOUT_TIMEOUT_MS);
+}
+
+/** Fills submodules that a fresh worktree has empty. */
+async function initSubmodules(path: string): Promise<void> {
+  if (!existsSync(join(path, ".gitmodules"))) return;
+  const status = await git(path, ["submodule", "status", "--recursive"]);
+  if (!status.split("\n").some((line) => line.startsWith("-"))) return;
+  await git(path, ["submodule", "update", "--init", "--recursive"], GIT_CHECKOUT_TIMEOUT_MS);
+}
+
+/**
+ * The tree of everything in the work folder that git does not ignore, as an object name; null where
+ * git cannot tell. Objects go to a throw-away store, so the repository does not grow by them.
+ */
+async function snapshot<T>(
+  tick: Tick,
+  use: (tree: string, env: Record<string, string>) => Promise<T>,
+): Promise<T | null> {
+  if (!tick.isGit) return null;
+  const store = Deno.makeTempDirSync({ dir: tick.dir, prefix: ".snapshot-" });
+  try {
+    const objects = await gitOrNull(tick.cwd, ["rev-parse", "--git-path", "objects"]);
+    const index = await gitOrNull(tick.cwd, ["rev-parse", "--git-path", "index"]);
+    if (objects === null || index === null) return null;
+    const env = {
+      GIT_INDEX_FILE: join(store, "index"),
+      GIT_OBJECT_DIRECTORY: join(store, "objects"),
+      GIT_ALTERNATE_OBJECT_DIRECTORIES: resolve(tick.cwd, objects),
+    };
+    Deno.mkdirSync(env.GIT_OBJECT_DIRECTORY);
+    if (existsSync(resolve(tick.cwd, index))) {
+      Deno.copyFileSync(resolve(tick.cwd, index), env.GIT_INDEX_FILE);
+    }
+    const outside = tick.cwd === tick.project ? ["--", ".", ":(exclude,top).automaton"] : [];
+    const added = await runGit(tick.cwd, ["add", "-A", ...outside], {
+      env,
+      timeoutMs: GIT_CHECKOUT_TIMEOUT_MS,
+    });
+    const written = await runGit(tick.cwd, ["write-tree"], { env });
+    if (added.code !== 0 || written.code !== 0) {
+      warn(tick, `the work folder cannot be compared: ${added.stderr || written.stderr}`);
+      return null;
+    }
+    return await use(new TextDecoder().decode(written.stdout).trim(), env);
+  } finally {
+    Deno.removeSync(store, { recursive: true });
+  }
+}
+
+/** What the work folder holds, in one word to compare: its tree and the commit it is on. */
+async function fingerprint(tick: Tick): Promise<string | null> {
+  const head = await gitOrNull(tick.cwd, ["rev-parse", "--verify", "-q", "HEAD"]);
+  return await snapshot(tick, (tree) => Promise.resolve(`${tree} ${head}`));
+}
+
+/** The difference of the work folder to the base: committed, staged, unstaged and untracked. */
+async function readDiff(tick: Tick): Promise<string> {
+  const base = tick.state.base_commit ??
+    await gitOrNull(tick.cwd, ["rev-parse", "--verify", "-q", "HEAD"]);
+  if (base === null || tick.isDryRun) return "";
+  const flags = ["--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short"];
+  const text = await snapshot(tick, async (tree, env) => {
+    const { code, stdout, stderr } = await runGit(tick.cwd, ["diff", ...flags, base, tree], {
+      env,
+    });
+    if (code !== 0) warn(tick, `the diff cannot be made: ${stderr}`);
+    const shown = new TextDecoder().decode(stdout.subarray(0, MAX_DIFF_BYTES));
+    return stdout.length > MAX_DIFF_BYTES
+      ? `${shown}${TRUNCATION_MARK} (${stdout.length} bytes in all)\n`
+      : shown;
+  });
+  return text ?? "";
+}
+
+// --- Work ---
+
+/** What a work source found: a task, and the words to create it with where there is none yet. */
+interface WorkItem {
+  readonly task: string;
+  readonly title: string;
+}
+
+/** Shows a task; null where there is none that can be used. */
+async function viewTask(tick: Tick, name: string): Promise<TaskView | null> {
+  const { json, code } = await runProgram(tick, "status", [`--task=${name}`]);
+  return code === 0 && json !== null && typeof json.phase === "string"
+    ? json as unknown as TaskView
+    : null;
+}
+
+function mayWorkIn(tick: Tick, phase: string): boolean {
+  return (tick.config.allowed_phases ?? LOOP_DEFAULTS.allowedPhases).includes(phase) &&
+    phase !== "complete" && phase !== "human_intervention";
+}
+
+/** The folder that a work source names: `~` is the home folder, `{framework}` the framework's. */
+function workSourceProject(tick: Tick): string {
+  const named = tick.config.work_source?.project;
+  if (named === undefined) return tick.project;
+  const home = readEnv("HOME") ?? readEnv("USERPROFILE") ?? "~";
+  const expanded = substituteTokens(named, { "{framework}": tick.framework }).replace(
+    /^~(?=[/\\]|$)/,
+    () => home,
+  );
+  return resolve(tick.project, expanded);
+}
+
+/** Findings of the audit that somebody can work on, the worst first. */
+async function listAuditWork(tick: Tick): Promise<WorkItem[]> {
+  const project = workSourceProject(tick);
+  const { json, problem } = await runProgram({ ...tick, project }, "status", ["--audit"]);
+  if (json === null || !Array.isArray(json.violations)) {
+    throw new SkipError("gate_failed", `the audit failed: ${problem}`);
+  }
+  const items: WorkItem[] = [];
+  for (const violation of json.violations) {
+    if (!isRecord(violation) || typeof violation.message !== "string") continue;
+    // A loop does not keep its own house: what is wrong with it is for a person to see.
+    if (violation.task === null && violation.loop === tick.loop) continue;
+    const task = typeof violation.task === "string" ? violation.task : slugify(violation.message);
+    if (task !== null && NAME_PATTERN.test(task)) items.push({ task, title: violation.message });
+  }
+  return items;
+}
+
+function listBacklogWork(tick: Tick): WorkItem[] {
+  const area = tick.config.work_source?.area ?? "loops";
+  const inner = join("design", area, "BACKLOG.md");
+  const text = readTextIfPresent(join(workSourceProject(tick), inner)) ??
+    readTextIfPresent(join(tick.framework, inner)) ?? "";
+  return listBacklogItems(text).map(({ name, text: title }) => ({ task: name, title }));
+}
+
+/** Finds this tick's task by the loop's work source and makes it the loop's own. */
+async function findWork(tick: Tick): Promise<TaskView> {
+  let kind = tick.config.work_source?.kind;
+  if (kind === undefined || !["single", "audit", "backlog"].includes(kind)) {
+    warn(
+      tick,
+      `work_source.kind is ${
+        kind === undefined ? "missing" : `the unknown "${kind}"`
+      }: taken as single`,
+    );
+    kind = "single";
+  }
+  const current = tick.state.current_task;
+  const view = current === null ? null : await viewTask(tick, current);
+  // A task that is begun is brought to its end before the next one is picked.
+  if (view !== null && mayWorkIn(tick, view.phase)) return view;
+  if (kind === "single") {
+    throw new SkipError(
+      "no_current_task",
+      `no current task; status --claim-loop-task ${tick.loop} --task NAME gives it one`,
+    );
+  }
+  for (const item of kind === "audit" ? await listAuditWork(tick) : listBacklogWork(tick)) {
+    const task = await openWorkItem(tick, item);
+    if (task !== null) return task;
+  }
+  throw new SkipError(
+    "no_work",
+    kind === "audit"
+      ? "the audit finds nothing to work on"
+      : "the backlog has no open item to work on",
+  );
+}
+
+/** Claims a work item's task, made when it is missing; null when there is nothing to do in it. */
+async function openWorkItem(tick: Tick, { task, title }: WorkItem): Promise<TaskView | null> {
+  const tasks = join(tick.project, ".automaton", "tasks");
+  if (isDirectory(join(tasks, "complete", task))) return null;
+  if (!isDirectory(join(tasks, task))) {
+    const line = truncateText(title.replace(/\s+/g, " "), 1900);
+    if (tick.isDryRun) return describeFutureTask(task, line, join(tasks, task));
+    const { code, problem } = await runProgram(tick, "status", [
+      `--create-task=${task}`,
+      `--title=${line}`,
+    ]);
+    if (code !== 0) throw new SkipError("gate_failed", problem);
+  }
+  const view = await viewTask(tick, task);
+  if (view === null || !mayWorkIn(tick, view.phase)) return null;
+  if (tick.isDryRun) return view;
+  const claim = await runProgram(tick, "status", [
+    `--claim-loop-task=${tick.loop}`,
+    `--task=${task}`,
+  ], true);
+  if (claim.code !== 0) throw new SkipError("task_claimed_by_other_loop", claim.problem);
+  return view;
+}
+
+/** A task that a dry run would have made. */
+function describeFutureTask(name: string, title: string, dir: string): TaskView {
+  return {
+    name,
+    title,
+    phase: "research",
+    dir,
+    document: "RESEARCH.md",
+    has_document: false,
+    next_phase: "design",
+    needs_approval: false,
+  };
+}
+
+// --- Tick ---
+
+/** Asks the gate; whatever is not "ok" ends the tick. */
+async function passGate(tick: Tick): Promise<void> {
+  const args = [`--check-gate=${tick.loop}`, ...(tick.isDryRun ? ["--dry-run"] : [])];
+  const { json, problem } = await runProgram(tick, "status", args, true);
+  if (json === null || typeof json.ok !== "boolean") throw new SkipError("gate_failed", problem);
+  if (json.ok) return;
+  const reason = `${json.reason}`;
+  if (json.error !== undefined) throw new SkipError("gate_failed", `${json.error}`);
+  const word = reason.split(":", 1)[0]!;
+  const known = SKIP_REASONS.find((each) => each === word) ?? "gate_failed";
+  throw new SkipError(
+    known,
+    reason === "halted:drift_detected"
+      ? `${reason}: ${describeValue(json.out_of_scope_files)}`
+      : reason,
+  );
+}
+
+/** Between two roles: a signal or a pause ends the tick here, with nothing saved. */
+async function checkStop(tick: Tick): Promise<void> {
+  if (tick.stop.signal !== null) throw new StoppedError(`ended by ${tick.stop.signal}`);
+  if (existsSync(pauseRequestFile(tick.dir))) await passGate(tick);
+}
+
+/** The window that the roles' models have here; a window below the floor halts the loop. */
+async function checkContextFloor(tick: Tick): Promise<void> {
+  const roles = ["implement", "verify", "orchestrate"] as const;
+  const models = new Set(
+    roles.filter((role) => role !== "orchestrate" || tick.config.roles?.orchestrate)
+      .map((role) => tick.config.roles?.[role]?.model),
+  );
+  let window = Infinity;
+  for (const model of models) {
+    const args = ["--loop-mode", ...(model === undefined ? [] : [`--model=${model}`])];
+    const { json, problem } = await runProgram(tick, "vram-detect", args);
+    if (json === null || typeof json.loop_mode_eligible !== "boolean") {
+      throw new SkipError("context_floor", problem);
+    }
+    const tokens = json.available_context_tokens;
+    if (!json.loop_mode_eligible) {
+      const found = typeof tokens === "number" ? `${tokens} tokens` : `unknown (${json.reason})`;
+      const message = `the context window${
+        model === undefined ? "" : ` of ${model}`
+      } is ${found}, below ${json.floor_tokens} tokens`;
+      if (tick.isDryRun) throw new SkipError("context_floor", message);
+      throw new HaltError("human_intervention", message, "context_floor");
+    }
+    if (typeof tokens === "number") window = Math.min(window, tokens);
+  }
+  tick.windowTokens = window;
+}
+
+/** Turns a harness that did not do its work into a skip. */
+function skipForHarness(outcome: HarnessOutcome): SkipError {
+  const isTimeout = outcome.result === "timeout" || outcome.result === "idle_timeout";
+  return new SkipError(
+    isTimeout ? "harness_timeout" : "harness_failed",
+    `${outcome.result}: ${outcome.message}`,
+  );
+}
+
+/** Starts a role's harness, once its prompt is written. */
+async function runRole(
+  tick: Tick,
+  role: RoleName,
+  values: Record<string, string>,
+): Promise<HarnessOutcome> {
+  await checkStop(tick);
+  const promptPath = writePrompt(tick, role, values);
+  tick.summary.artifacts[`${role}_prompt`] = promptPath;
+  const request = buildRequest(tick, role, promptPath);
+  const startedAt = Date.now();
+  const outcome = await runHarness(tick, request);
+  tick.summary.durations_ms[role] = Date.now() - startedAt;
+  if (outcome.result === "stopped") {
+    await checkStop(tick);
+    throw new StoppedError(outcome.message);
+  }
+  if (outcome.leftOver > 0 && outcome.result === "ok") {
+    warn(tick, `the ${role} harness left ${outcome.leftOver} process(es), which were ended`);
+  }
+  return outcome;
+}
+
+/** Step 6: the harness works; what it made is the artifact, or the runner makes it from its traces. */
+async function implement(tick: Tick): Promise<{ diff: string }> {
+  const artifact = outputPath(tick, "implement.json");
+  const before = await fingerprint(tick);
+  const outcome = await runRole(tick, "implement", {});
+  const after = await fingerprint(tick);
+  if (outcome.result !== "ok") {
+    const hasChanged = before !== null && after !== null && before !== after;
+    const mayHaveWorked = outcome.result === "exit_nonzero" || outcome.result === "killed";
+    if (!mayHaveWorked || !hasChanged) throw skipForHarness(outcome);
+    warn(tick, `${outcome.message}, with changes left: they are verified`);
+  }
+  const diff = await readDiff(tick);
+  if (!existsSync(artifact)) {
+    const failure = outcome.result === "ok" ? "" : `# Outcome\n${outcome.message}\n\n`;
+    Deno.writeTextFileSync(
+      artifact,
+      `${failure}# Output\n${outcome.stdoutTail.trim()}\n\n# Changes against the base\n${diff}`,
+    );
+  }
+  tick.summary.artifacts.artifact = artifact;
+  return { diff };
+}
+
+/** Step 8: a second session judges; only what it prints counts, and only if it changed nothing. */
+async function verify(tick: Tick, diff: string): Promise<Verdict> {
+  const before = await fingerprint(tick);
+  const outcome = await runRole(tick, "verify", {
+    "{artifact_content}": readTextIfPresent(outputPath(tick, "implement.json")) ?? "",
+    "{diff}": diff,
+    "{check_results}": "",
+    "{verdict_nonce}": tick.verdictNonce,
+  });
+  const after = await fingerprint(tick);
+  const parsed = parseVerdict(outcome.stdoutTail, tick.verdictNonce);
+  if (parsed.verdict === null) {
+    if (outcome.result !== "ok") throw skipForHarness(outcome);
+    throw new HaltError("verifier_failed", parsed.problem, null);
+  }
+  if (outcome.result !== "ok" && outcome.result !== "exit_nonzero") throw skipForHarness(outcome);
+  for (const warning of parsed.warnings) warn(tick, warning);
+  let verdict = parsed.verdict;
+  if (before !== after) {
+    warn(tick, "the verifier changed the work folder: its verdict counts as a fail");
+    verdict = {
+      ...verdict,
+      pass: false,
+      reasons: ["the verifier changed the work folder", ...verdict.reasons],
+    };
+  }
+  const path = outputPath(tick, "verdict.json");
+  Deno.writeTextFileSync(path, `${JSON.stringify(verdict, null, 2)}\n`);
+  tick.summary.artifacts.verdict = path;
+  tick.summary.verdict = verdict;
+  return verdict;
+}
+
+/** After a pass: the phase's document, from the artifact, where the agent could not write it. */
+function writeMissingDocument(tick: Tick): void {
+  const { document, dir, has_document } = tick.task;
+  if (document === null || has_document || !isDirectory(dir)) return;
+  const path = join(dir, document);
+  if ((readTextIfPresent(path) ?? "").trim() !== "") return;
+  const artifact = readTextIfPresent(outputPath(tick, "implement.json")) ?? "";
+  const mark =
+    `<!-- Written by loop-runner from the artifact of tick ${tick.number} of loop ${tick.loop}. -->`;
+  writeFileAtomic(path, `${mark}\n\n${artifact}`);
+}
+
+/** Step 10: one step in the pipeline, by a session or by the built-in orchestrator. */
+async function orchestrate(tick: Tick, verdict: Verdict): Promise<void> {
+  if (verdict.pass === true) writeMissingDocument(tick);
+  if (!tick.config.roles?.orchestrate) return await takeBuiltInStep(tick, verdict);
+  const outcome = await runRole(tick, "orchestrate", {
+    "{verdict}": JSON.stringify(verdict),
+    "{artifact_content}": readTextIfPresent(outputPath(tick, "implement.json")) ?? "",
+  });
+  if (outcome.result !== "ok") warn(tick, `${outcome.result}: ${outcome.message}`);
+}
+
+async function takeBuiltInStep(tick: Tick, verdict: Verdict): Promise<void> {
+  await checkStop(tick);
+  if (verdict.pass !== true) return;
+  const { name, next_phase } = tick.task;
+  // Asked anew: a person may have approved the task while the roles were at work.
+  const needsApproval = (await viewTask(tick, name))?.needs_approval ?? tick.task.needs_approval;
+  const target = needsApproval ? "human_intervention" : next_phase;
+  if (target === null) return;
+  const reason = needsApproval
+    ? "passed; a person has to approve it"
+    : `passed tick ${tick.number} of loop ${tick.loop}`;
+  const { code, problem } = await runProgram(tick, "status", [
+    `--transition=${target}`,
+    `--task=${name}`,
+    `--reason=${reason}`,
+  ]);
+  if (code !== 0) warn(tick, problem);
+}
+
+/** Step 12: the tick's one save, then the log line, then old outputs go. */
+async function saveTick(tick: Tick, verdict: Verdict): Promise<void> {
+  const { state, config } = tick;
+  const window = config.brakes?.score_plateau_window ?? LOOP_DEFAULTS.plateauWindow;
+  const after = await viewTask(tick, tick.task.name);
+  const phase = after?.phase ?? tick.task.phase;
+  const isDone = phase === "complete" || phase === "human_intervention";
+  const kind = config.work_source?.kind ?? "single";
+  state.score_history = [...state.score_history, verdict.score].slice(-window);
+  state.pass_history = [...state.pass_history ?? [], verdict.pass === true].slice(-window);
+  state.last_verdict = verdict;
+  state.iteration_count += 1;
+  state.last_tick_at = new Date().toISOString();
+  state.current_task = isDone ? null : tick.task.name;
+  state.consecutive_failures = 0;
+  if (phase === "complete" && !["audit", "backlog"].includes(kind)) state.status = "complete";
+  saveState(join(tick.dir, ".state.loop"), state);
+  Object.assign(tick.summary, {
+    next_phase: phase,
+    iteration_count: state.iteration_count,
+    status: state.status,
+    halt_reason: state.halt_reason,
+  });
+  logSafely(tick, "INFO", "TICK", {
+    tick: tick.number,
+    task: tick.task.name,
+    phase: tick.task.phase,
+    next_phase: phase,
+    verdict,
+    iteration_count: state.iteration_count,
+    resumed_count: state.resumed_count,
+    durations_ms: tick.summary.durations_ms,
+  });
+  if (state.status === "complete") {
+    logSafely(tick, "INFO", "COMPLETE", { iteration_count: state.iteration_count });
+  }
+  removeOldOutputs(tick);
+}
+
+/** Removes the outputs of all but the last ticks. */
+function removeOldOutputs(tick: Tick): void {
+  const retention = tick.config.outputs?.retention ?? DEFAULT_RETENTION;
+  if (retention < 0) warn(tick, `outputs.retention is ${retention}: taken as 0, which keeps all`);
+  if (retention <= 0) return;
+  const folder = join(tick.dir, "outputs");
+  try {
+    for (const { name } of Deno.readDirSync(folder)) {
+      const number = Number(/^tick(\d+)-/.exec(name)?.[1] ?? Infinity);
+      if (number <= tick.number - retention) {
+        Deno.removeSync(join(folder, name), { recursive: true });
+      }
+    }
+  } catch (error) {
+    warn(tick, `old outputs cannot be removed: ${errorMessage(error)}`);
+  }
+}
+
+/** Removes what an earlier try at this tick left, so that nothing stale is taken for its result. */
+function removeStaleOutputs(tick: Tick): void {
+  const folder = join(tick.dir, "outputs");
+  ensureDirSync(folder);
+  for (const { name } of [...Deno.readDirSync(folder)]) {
+    if (name.startsWith(`tick${tick.number}-`)) {
+      Deno.removeSync(join(folder, name), { recursive: true });
+    }
+  }
+}
+
+/** Prints what each role would be run with, and starts none. */
+function printDryRun(tick: Tick): void {
+  for (const role of ["implement", "verify", "orchestrate"] as const) {
+    if (role === "orchestrate" && !tick.config.roles?.orchestrate) {
+      console.log("orchestrate: built in, no harness");
+      continue;
+    }
+    const promptPath = writePrompt(tick, role, { "{verdict_nonce}": tick.verdictNonce });
+    const { argv, timeoutMs, stdin } = buildRequest(tick, role, promptPath);
+    tick.summary.artifacts[`${role}_prompt`] = promptPath;
+    const timeout = timeoutMs === 0 ? "none" : formatSeconds(timeoutMs);
+    console.log(
+      `${role}:\n  argv: ${
+        JSON.stringify(argv)
+      }\n  cwd: ${tick.cwd}\n  timeout: ${timeout}\n  stdin: ${
+        stdin === null ? "closed" : "the prompt"
+      }\n  prompt: ${promptPath}`,
+    );
+  }
+}
+
+async function timed<T>(summary: Summary, step: StepName, work: () => Promise<T>): Promise<T> {
+  const startedAt = Date.now();
+  try {
+    return await work();
+  } finally {
+    summary.durations_ms[step] = Date.now() - startedAt;
+  }
+}
+
+/** The steps of a tick whose lock is held, whose state and configuration are read. */
+async function runSteps(tick: Tick): Promise<void> {
+  const { summary } = tick;
+  tick.task = await timed(summary, "work", () => findWork(tick));
+  Object.assign(summary, {
+    task: tick.task.name,
+    phase: tick.task.phase,
+    next_phase: tick.task.phase,
+  });
+  await timed(summary, "work", () => prepareWorkFolder(tick));
+  await timed(summary, "context", () => checkContextFloor(tick));
+  if (tick.isDryRun) return printDryRun(tick);
+  removeStaleOutputs(tick);
+  const { diff } = await implement(tick);
+  const verdict = await verify(tick, diff);
+  await orchestrate(tick, verdict);
+  await saveTick(tick, verdict);
+}
+
+/** Counts a failed harness in a save of its own; too many in a row halt the loop. */
+async function countFailure(tick: Tick, message: string): Promise<void> {
+  const { state, config } = tick;
+  state.consecutive_failures = (state.consecutive_failures ?? 0) + 1;
+  saveState(join(tick.dir, ".state.loop"), state);
+  const allowed = config.brakes?.max_consecutive_failures ?? LOOP_DEFAULTS.maxConsecutiveFailures;
+  if (state.consecutive_failures < allowed) return;
+  await halt(
+    tick,
+    "human_intervention",
+    `${state.consecutive_failures} failures in a row, the last: ${message}`,
+  );
+}
+
+/** Has the loop halted by status, where a halt's state, log, schedule and hooks have their home. */
+async function halt(tick: Tick, reason: HaltReason, detail: string): Promise<void> {
+  // deno-lint-ignore no-control-regex -- status takes one line without control characters.
+  const line = truncateText(detail.replace(/[\s\u0000-\u001f\u007f]+/g, " "), 1900);
+  const args = [`--halt-loop=${tick.loop}`, `--reason=${reason}`, `--detail=${line}`];
+  const { json, code, problem } = await runProgram(tick, "status", args, true);
+  if (code !== 0 || json === null) {
+    tick.summary.warnings.push(`Cannot halt loop "${tick.loop}": ${problem}`);
+    return;
+  }
+  Object.assign(tick.summary, { status: "halted", halt_reason: json.halt_reason });
+}
+
+/** Notes a skip in the log, unless the last line says the same already. */
+function logSkip(dir: string, summary: Summary, isDryRun: boolean): void {
+  const { reason, message, tick } = summary;
+  let last: unknown = null;
+  try {
+    last = JSON.parse(
+      (readTextIfPresent(join(dir, ".state.log")) ?? "").trimEnd().split("\n").at(-1) ?? "null",
+    );
+  } catch {
+    // A torn last line says nothing: the skip is noted.
+  }
+  if (
+    isRecord(last) && last.event === "TICK_SKIPPED" && last.reason === reason &&
+    last.message === message
+  ) return;
+  logSafely({ dir, summary, isDryRun }, "INFO", "TICK_SKIPPED", { tick, reason, message });
+}
+
+/** Turns whatever ended a tick early into its summary. */
+async function endEarly(tick: Tick, error: unknown): Promise<void> {
+  const { summary } = tick;
+  const skip = (reason: SkipReason, ok: boolean) =>
+    Object.assign(summary, { ok, skipped: true, reason, message: errorMessage(error) });
+  if (error instanceof SkipError) {
+    const isFailure = [
+      "gate_failed",
+      "worktree_failed",
+      "harness_failed",
+      "harness_timeout",
+      "context_floor",
+    ].includes(error.reason);
+    skip(error.reason, !isFailure);
+    if (error.reason.startsWith("harness_") && !tick.isDryRun) {
+      await countFailure(tick, error.message);
+    }
+  } else if (error instanceof HaltError) {
+    await halt(tick, error.haltReason, error.message);
+    skip(error.skip ?? "halted", false);
+    summary.skipped = error.skip !== null;
+  } else if (error instanceof StoppedError) {
+    Object.assign(summary, { ok: false, message: error.message });
+    return;
+  } else {
+    skip("gate_failed", false);
+  }
+  const state = readStateOrNull(tick.dir);
+  if (state !== null) {
+    Object.assign(summary, {
+      iteration_count: state.iteration_count,
+      status: state.status,
+      halt_reason: state.halt_reason,
+    });
+  }
+  logSkip(tick.dir, summary, tick.isDryRun);
+}
+
+function readStateOrNull(dir: string): LoopState | null {
+  const path = join(dir, ".state.loop");
+  try {
+    return parseLoopState(readTextIfPresent(path) ?? "", path);
+  } catch {
+    return null; // Damaged: the gate deals with it, and what it did is in the message.
+  }
+}
+
+interface TickOptions {
+  readonly framework: string;
+  readonly project: string;
+  readonly loop: string;
+  readonly isDryRun: boolean;
+  readonly stop: StopSignal;
+}
+
+function makeSummary({ loop, project }: TickOptions): Summary {
+  const steps = [
+    "gate",
+    "work",
+    "context",
+    "implement",
+    "checks",
+    "verify",
+    "orchestrate",
+    "total",
+  ] as const;
+  return {
+    loop,
+    project,
+    tick: null,
+    ok: true,
+    skipped: false,
+    reason: null,
+    message: null,
+    task: null,
+    phase: null,
+    next_phase: null,
+    verdict: null,
+    checks: [],
+    iteration_count: null,
+    status: null,
+    halt_reason: null,
+    artifacts: {},
+    durations_ms: Object.fromEntries(steps.map((step) => [step, 0])) as Record<StepName, number>,
+    warnings: [],
+  };
+}
+
+/** Runs one tick. Never throws: every path ends in a summary. */
+export async function runTick(options: TickOptions): Promise<Summary> {
+  const summary = makeSummary(options);
+  const startedAt = Date.now();
+  const dir = join(options.project, ".automaton", "loops", options.loop);
+  const skip = (reason: SkipReason, ok: boolean, message: string) =>
+    Object.assign(summary, { ok, skipped: true, reason, message });
+  try {
+    if (!existsSync(join(dir, ".state.loop"))) {
+      skip(
+        "untracked",
+        true,
+        `loop ${options.loop} has no .state.loop; status --create-loop ${options.loop} makes one`,
+      );
+      return summary;
+    }
+    const lock = await acquireLock(join(dir, ".state.lock"), 0);
+    if (lock === null) {
+      skip("tick_in_progress", true, describeRunningTick(dir));
+      return summary;
+    }
+    try {
+      await runLockedTick(options, { dir, lock, summary });
+    } finally {
+      lock.close();
+    }
+  } catch (error) {
+    skip("gate_failed", false, errorMessage(error));
+  } finally {
+    summary.durations_ms.total = Date.now() - startedAt;
+  }
+  return summary;
+}
+
+function describeRunningTick(dir: string): string {
+  const note = readLockNote(join(dir, ".state.lock"));
+  return note === null
+    ? "another command holds the loop"
+    : `process ${note.pid} is in a tick since ${note.started_at}`;
+}
+
+async function runLockedTick(
+  options: TickOptions,
+  { dir, lock, summary }: { dir: string; lock: Deno.FsFile; summary: Summary },
+): Promise<void> {
+  const { framework, project, loop, isDryRun } = options;
+  const runId = crypto.randomUUID();
+  if (!isDryRun) await sweepLastRun(dir, summary);
+  writeLockNote({ lock, loop, runId, isDryRun }, null);
+  const shell = { ...options, dir, summary } as Tick;
+  let tick: Tick = shell;
+  try {
+    await timed(summary, "gate", () => passGate(shell));
+    const statePath = join(dir, ".state.loop");
+    const state = parseLoopState(Deno.readTextFileSync(statePath), statePath);
+    const configPath = join(dir, "loop.json");
+    const { config, warnings } = parseLoopConfig(Deno.readTextFileSync(configPath), configPath);
+    tick = {
+      ...options,
+      dir,
+      config,
+      models: readModels(project, framework),
+      state,
+      number: state.iteration_count + 1,
+      lock,
+      runId,
+      summary,
+      windowTokens: 0,
+      cwd: project,
+      isGit: false,
+      task: describeFutureTask("", "", dir),
+      verdictNonce: crypto.randomUUID(),
+    };
+    Object.assign(summary, {
+      tick: tick.number,
+      iteration_count: state.iteration_count,
+      status: state.status,
+      halt_reason: state.halt_reason,
+    });
+    for (const warning of warnings) warn(tick, warning);
+    await runSteps(tick);
+  } catch (error) {
+    await endEarly(tick, error);
+  }
+}
+
+/** One line that says what a tick did, or why it did nothing. */
+export function renderSummary(summary: Summary): string {
+  const { loop, tick, task, verdict, phase, next_phase: next, reason, message } = summary;
+  if (reason !== null) {
+    return `${loop}: ${summary.skipped ? "skipped" : "ended"} (${reason}): ${message}`;
+  }
+  if (verdict === null) return `${loop}: ${message ?? "nothing was run"}`;
+  const step = phase === next ? `stays in ${phase}` : `${phase} -> ${next}`;
+  const end = summary.status === "complete" ? "; the loop is complete" : "";
+  return `${loop} tick ${tick}: ${task} ${verdict.pass ? "passed" : "failed"}, score ${
+    verdict.score.toFixed(2)
+  }, ${step}${end}`;
+}
+
+// --- Daemon ---
+
+interface DaemonOptions extends TickOptions {
+  readonly intervalS: number | undefined;
+  readonly maxTicks: number;
+}
+
+/** Ticks at an interval until a signal, the number of ticks or the loop's completion ends it. */
+async function runDaemon(
+  options: DaemonOptions,
+): Promise<{ ticks: number; endedBy: string; last: Summary | null }> {
+  const dir = join(options.project, ".automaton", "loops", options.loop);
+  const intervalMs = (options.intervalS ?? readInterval(dir)) * 1000;
+  const { stop } = options;
+  let last: Summary | null = null;
+  let ticks = 0;
+  let endedBy = "max_iterations";
+  while (ticks < options.maxTicks && stop.signal === null) {
+    if (ticks > 0) await sleepUnlessStopped(intervalMs, stop);
+    if (stop.signal !== null) break;
+    last = await runTick(options);
+    ticks++;
+    console.error(renderSummary(last));
+    if (last.status === "complete" || last.reason === "complete") {
+      endedBy = "complete";
+      break;
+    }
+  }
+  if (stop.signal !== null) endedBy = stop.signal;
+  if (isDirectory(dir)) {
+    logSafely(
+      { dir, summary: makeSummary(options), isDryRun: options.isDryRun },
+      "INFO",
+      "DAEMON_STOPPED",
+      { ended_by: endedBy, ticks },
+    );
+  }
+  return { ticks, endedBy, last };
+}
+
+function readInterval(dir: string): number {
+  const path = join(dir, "loop.json");
+  try {
+    const { config } = parseLoopConfig(readTextIfPresent(path) ?? "", path);
+    return config.schedule?.interval_seconds ?? LOOP_DEFAULTS.intervalSeconds;
+  } catch {
+    return LOOP_DEFAULTS.intervalSeconds; // The tick itself says what is wrong with loop.json.
+  }
+}
+
+/** Sleeps in one go; a signal ends it. */
+function sleepUnlessStopped(milliseconds: number, stop: StopSignal): Promise<void> {
+  return new Promise((wake) => {
+    const end = () => {
+      clearTimeout(timer);
+      stop.wake.delete(end);
+      wake();
+    };
+    const timer = setTimeout(end, milliseconds);
+    stop.wake.add(end);
+  });
+}
+
+function listenForSignals(stop: StopSignal): void {
+  for (const signal of ["SIGINT", "SIGTERM"] as const) {
+    if (signal === "SIGTERM" && Deno.build.os === "windows") continue;
+    Deno.addSignalListener(signal, () => {
+      stop.signal ??= signal;
+      for (const wake of [...stop.wake]) wake();
+    });
+  }
+}
+
+// --- Command table ---
+
+/** Options of the program. */
+// deno-fmt-ignore -- a table: one row a line.
+export const OPTIONS_OF_RUNNER: readonly OptionSpec[] = [
+  { name: "mode", value: "MODE", help: "tick (one) or daemon (one after the other)" },
+  { name: "loop", value: "NAME", help: "the loop" },
+  { name: "project", value: "DIR", help: "the project (default: AUTOMATON_PROJECT, else found from here)" },
+  { name: "interval", value: "S", help: "daemon: seconds between ticks (default: the loop's own)" },
+  { name: "max-iterations", value: "N", help: "daemon: end after N ticks" },
+  { name: "dry-run", help: "show what each role would be run with; start nothing" },
+  { name: "json", help: "one line of JSON, the last of stdout" },
+  { name: "help", help: "this text" },
+  { name: "version", help: "the framework's version" },
+];
+
+function renderRunnerHelp(): string {
+  return `loop-runner: one tick of a loop, or one after the other
+
+Usage: loop-runner --mode tick --loop NAME [OPTION ...]
+       loop-runner --mode daemon --loop NAME [OPTION ...]
+
+${renderOptions(OPTIONS_OF_RUNNER)}`;
+}
+
+/** Reads the mode and the loop, both of which every run needs. */
+function readTarget(
+  given: ReadonlyMap<string, string | true>,
+): { mode: "tick" | "daemon"; loop: string } {
+  const mode = given.get("mode");
+  if (mode === undefined) throw new UsageError('Cannot run without "--mode": give tick or daemon');
+  if (mode !== "tick" && mode !== "daemon") {
+    throw new UsageError(`Cannot use mode "${mode}": give tick or daemon`);
+  }
+  const loop = given.get("loop");
+  if (loop === undefined) throw new UsageError('Cannot run without "--loop": name the loop');
+  if (!NAME_PATTERN.test(`${loop}`)) {
+    throw new UsageError(
+      `Cannot use loop name "${loop}": it must be 1 to 63 of a-z, 0-9 and -, not starting with -`,
+    );
+  }
+  for (const name of ["interval", "max-iterations"]) {
+    if (mode === "tick" && given.has(name)) {
+      throw new UsageError(`Cannot use "--${name}" with "--mode tick"`);
+    }
+  }
+  if (mode === "daemon" && given.has("dry-run")) {
+    throw new UsageError('Cannot use "--dry-run" with "--mode daemon"');
+  }
+  return { mode, loop: `${loop}` };
+}
+
+// --- Main ---
+
+/** Runs one command line; returns the exit code. */
+export async function main(args: readonly string[]): Promise<number> {
+  try {
+    const given = parseCommandLine(args, OPTIONS_OF_RUNNER);
+    const framework = findFrameworkDir(import.meta.url);
+    if (given.has("help")) {
+      console.log(renderRunnerHelp().trimEnd());
+      return 0;
+    }
+    if (given.has("version")) {
+      console.log(`loop-runner ${readVersion(framework)}`);
+      return 0;
+    }
+    const { mode, loop } = readTarget(given);
+    const intervalS = readWholeNumber(given, "interval", { min: 1, max: 31_536_000 });
+    const maxTicks = readWholeNumber(given, "max-iterations", { min: 1, max: 1_000_000_000 }) ??
+      Infinity;
+    clearGitEnvironment();
+    const flag = given.get("project");
+    const project = findProjectDir(flag === undefined ? undefined : `${flag}`, false);
+    const stop: StopSignal = { signal: null, wake: new Set() };
+    listenForSignals(stop);
+    const options = { framework, project, loop, isDryRun: given.has("dry-run"), stop };
+    if (mode === "daemon") {
+      const { ticks, endedBy, last } = await runDaemon({ ...options, intervalS, maxTicks });
+      if (given.has("json")) {
+        console.log(JSON.stringify({ schema_version: 1, loop, ticks, ended_by: endedBy, last }));
+      } else console.log(`${loop}: daemon stopped after ${ticks} tick(s) (${endedBy})`);
+      return 0;
+    }
+    const summary = await runTick(options);
+    for (const warning of summary.warnings) console.error(`warning: ${warning}`);
+    console.log(
+      given.has("json")
+        ? JSON.stringify({ schema_version: 1, ...summary })
+        : renderSummary(summary),
+    );
+    return stop.signal === null ? 0 : stop.signal === "SIGINT" ? 130 : 143;
+  } catch (error) {
+    return reportFailure(error, "loop-runner", args);
+  }
+}
+
+if (import.meta.main) Deno.exit(await main(Deno.args));

@@ -78,7 +78,9 @@ tick() {
 summary() {
   case $1 in
     *'"skipped":true'*)
-      printf 'nothing done: the loop is %s (%s)\n' "$(field "$1" status)" "$(field "$1" halt_reason)"
+      halt=$(field "$1" halt_reason)
+      printf 'nothing done (%s): the loop is %s%s\n' \
+        "$(field "$1" reason)" "$(field "$1" status)" "${halt:+, $halt}"
       return
       ;;
     *'"pass":true'*) verdict=pass ;;

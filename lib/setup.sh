@@ -102,7 +102,7 @@ find_deno() {
 
 # Sets $platform and $integrity (npm), $target (site) and $exe for this machine.
 find_platform() {
-  machine=$(uname -m)
+  machine=$(uname -m) arch=
   case $machine in
     x86_64 | amd64) machine=x64 arch=x86_64 ;;
     aarch64 | arm64) machine=arm64 arch=aarch64 ;;
@@ -148,10 +148,10 @@ sha512_of() {
 
 # Puts Deno into $work/deno from the npm registry.
 fetch_by_npm() {
-  say "installing Deno $PINNED_VERSION with npm (about 45 MB)"
+  say "installing Deno $PINNED_VERSION with npm (about 42 MB)"
   # A cache of its own: npm fails where HOME can't be written, and would keep a second copy where it can.
   (
-    cd "$work" && npm_config_cache=$work/npm \
+    cd "$work" && npm_config_cache=$work/npm npm_config_update_notifier=false \
       npm pack --loglevel=error "@deno/$platform@$PINNED_VERSION" </dev/null >/dev/null
   ) || return 1
   archive=$(find "$work" -maxdepth 1 -name '*.tgz')
@@ -191,7 +191,7 @@ unzip_here() {
 # Puts Deno into $work/deno from Deno's own site.
 fetch_by_curl() {
   url=$DENO_SITE/v$PINNED_VERSION/deno-$target.zip
-  say "installing Deno $PINNED_VERSION from $url (about 45 MB)"
+  say "installing Deno $PINNED_VERSION from $url (about 42 MB)"
   for suffix in '' .sha256sum; do
     curl -fsSL --proto '=https' --connect-timeout 15 --retry 2 -o "$work/deno.zip$suffix" "$url$suffix" </dev/null ||
       die "Cannot download Deno $PINNED_VERSION: curl failed on $url$suffix"
@@ -297,7 +297,7 @@ are_packages_in_place() {
 fill_vendor() {
   if does_registry_answer && fetch_packages; then
     put_vendor_in_place
-  elif ! are_stand_ins_current; then
+  elif ! is_filled_from jsr.io && ! are_stand_ins_current; then
     copy_stand_ins
     put_vendor_in_place
   fi
@@ -307,7 +307,7 @@ say_source() {
   if is_filled_from jsr.io; then
     say "using the packages from jsr.io"
   else
-    say "using the stand-ins from lib/std, because jsr.io could not be reached"
+    say "using the stand-ins from lib/std: the packages could not be had from jsr.io"
   fi
 }
 

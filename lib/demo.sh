@@ -44,9 +44,11 @@ status() {
   program status "$@" || surprise 'the command above failed'
 }
 
-# field JSON NAME: a text or number of a line of JSON; nothing where it is null or missing.
+# field JSON NAME: a text, a number or the first text of a list in a line of JSON; nothing for others.
 field() {
-  printf '%s\n' "$1" | sed -n "s/.*\"$2\":\"\{0,1\}\([^\"{}[,]*\).*/\1/p" | sed '/^null$/d'
+  printf '%s\n' "$1" | sed -n "
+    s/.*\"$2\":\[\{0,1\}\"\([^\"]*\)\".*/\1/p
+    s/.*\"$2\":\([0-9.]\{1,\}\).*/\1/p"
 }
 
 # expect WHAT TEXT PART…: fails unless TEXT holds every PART.
@@ -81,16 +83,16 @@ summary() {
       halt=$(field "$1" halt_reason)
       printf 'nothing done (%s): the loop is %s%s\n' \
         "$(field "$1" reason)" "$(field "$1" status)" "${halt:+, $halt}"
-      return
       ;;
-    *'"pass":true'*) verdict=pass ;;
-    *) verdict=FAIL ;;
+    *'"pass":true'*)
+      printf '%s: pass, score %s, next %s\n' \
+        "$(field "$1" phase)" "$(field "$1" score)" "$(field "$1" next_phase)"
+      ;;
+    *)
+      printf '%s: FAIL, score %s: %s\nhint for the next try: %s\n' "$(field "$1" phase)" \
+        "$(field "$1" score)" "$(field "$1" reasons)" "$(field "$1" next_hint)"
+      ;;
   esac
-  next=$(field "$1" next_phase)
-  hint=$(field "$1" next_hint)
-  printf '%s: %s, score %s' "$(field "$1" phase)" "$verdict" "$(field "$1" score)"
-  printf '%s%s\n' "${next:+, next $next}" "${hint:+
-hint for the next try: $hint}"
 }
 
 # What the caller has in its environment must not steer git or the programs here.
@@ -139,6 +141,7 @@ END
 END
 }
 
+# The whole way of one task, with all that is checked on it.
 story() {
   say 'A script that breaks when it is given no name.'
   show sh greet.sh
@@ -182,7 +185,7 @@ outcome() {
   expect 'the greeting' "$greeting" 'Hello, world!'
   expect 'what git says of the checkout' "[$(git status --porcelain)]" '[]'
   expect 'the task' "$(program status --task "$TASK" --json)" '"phase":"complete"'
-  expect 'the loop' "$(program status --can-continue demo --json)" '"state":"COMPLETE"'
+  expect 'the loop' "$(program status --loop-list --json)" '"status":"complete"'
 }
 
 main() {

@@ -142,7 +142,7 @@ Deno.test("install.sh --demo shows a loop from its first tick to its last", asyn
         "implement: FAIL, score 0.4",
         "hint for the next try: Without an argument, fall back to the name world",
         "implement: pass, score 1, next code_review",
-        "nothing done: the loop is halted (iterations_exhausted)",
+        "nothing done (halted): the loop is halted, iterations_exhausted",
         "$ status --approve --loop demo",
         "code_review: pass, score 1, next bug_hunt",
         "bug_hunt: pass, score 1, next complete",

@@ -401,10 +401,15 @@ export interface ModelHeader {
 
 /** A GGUF file's header and what its tensors add up to. */
 export interface GgufFile extends ModelHeader {
+  /** 2 or 3. */
   version: number;
+  /** Tensors of this file. */
   tensorCount: number;
   /** Bytes of all tensors of this file, without padding. */
   tensorBytes: number;
+  /** Bytes after the data of the last tensor, more than padding explains; normally 0. */
+  surplusBytes: number;
+  /** The file's size. */
   fileBytes: number;
   /** Bytes that were read to know this. */
   readBytes: number;
@@ -412,6 +417,7 @@ export interface GgufFile extends ModelHeader {
 
 /** Random access to a file's bytes, so that the reader can be tested without files. */
 export interface ByteSource {
+  /** All bytes there are. */
   sizeBytes: number;
   /** Fills the start of `into` from `offset`; returns how many bytes there were. */
   readAt(offset: number, into: Uint8Array): number;
@@ -431,11 +437,15 @@ export interface LayerShape {
 
 /** What decides a model's memory. */
 export interface ModelShape {
+  /** The architecture's name in GGUF files. */
   architecture: string;
+  /** One entry for each layer. */
   layers: readonly LayerShape[];
   /** Window of the sliding layers in tokens, 0 where there are none. */
   windowTokens: number;
+  /** Elements of one embedding. */
   embeddingElements: number;
+  /** Rows of the vocabulary. */
   vocabTokens: number;
   /** Largest context the model was made for, or null when the file does not tell. */
   nativeTokens: number | null;
@@ -447,32 +457,45 @@ export interface ModelShape {
 
 /** How the model is run. */
 export interface CacheSettings {
+  /** Type of K, a key of the table of cache types. */
   kvTypeK: string;
+  /** Type of V. */
   kvTypeV: string;
   /** Sequences at the same time; they share the full-context cells. */
   slots: number;
+  /** Tokens of a physical batch. */
   ubatchTokens: number;
 }
 
 /** What a context of `context_tokens` needs, in bytes. */
 export interface MemoryAtContext {
+  /** Cells of the full-context layers. */
   context_tokens: number;
+  /** Weights and projector. */
   weights_bytes: number;
   /** Layers that keep the whole context. */
   kv_bytes: number;
   /** Layers that keep the sliding window. */
   kv_swa_bytes: number;
+  /** Recurrent state of all slots. */
   recurrent_bytes: number;
+  /** The compute buffer. */
   compute_bytes: number;
+  /** All of it. */
   total_bytes: number;
 }
 
 /** One device's memory: a value, or unknown with a reason. A device that is absent is not listed. */
 export interface DeviceReport {
+  /** What tells it from the others: a card's uuid or name. */
   id: string;
+  /** What it is called. */
   name: string;
+  /** Whose memory it is: its own, shared with the machine, the machine itself, supposed. */
   kind: "discrete" | "integrated" | "cpu" | "what-if";
+  /** All it has, or null when unknown. */
   total_bytes: number | null;
+  /** What is free, or null when unknown. */
   free_bytes: number | null;
   /** Why `free_bytes` is null. */
   unknown_reason: string | null;
@@ -482,10 +505,13 @@ export interface DeviceReport {
 
 /** What one way of asking found. */
 export interface ProbeReport {
+  /** What was asked about. */
   probe: string;
+  /** Whether devices were found, cannot be known, or are not there. */
   state: "found" | "unknown" | "absent";
   /** Why unknown or absent; null when found. */
   reason: string | null;
+  /** The devices found; of some the memory may be unknown. */
   devices: DeviceReport[];
 }
 
@@ -498,16 +524,23 @@ export type ProbeOutput =
 
 /** One device's part of the budget. */
 export interface BudgetTerm {
+  /** The device's name. */
   device: string;
+  /** What is free on it. */
   free_bytes: number;
+  /** What is kept back. */
   headroom_bytes: number;
+  /** What is left for the model. */
   usable_bytes: number;
 }
 
 /** What the model may use. */
 export interface MemoryBudget {
+  /** Whose memory counts. */
   pool: "discrete" | "integrated" | "cpu" | "what-if";
+  /** One entry for each device that counts. */
   terms: BudgetTerm[];
+  /** What is usable on all of them. */
   total_bytes: number;
 }
 
@@ -515,7 +548,9 @@ export interface MemoryBudget {
 export interface BudgetReport extends MemoryBudget {
   /** The largest context that fits, before it is rounded down. */
   exact_context_tokens: number;
+  /** The largest context the model was made for, or null. */
   native_context_tokens: number | null;
+  /** What keeps the answer from being larger. */
   limited_by: "memory" | "the native context";
 }
 
@@ -532,22 +567,37 @@ interface LoadedModel {
 
 /** What `--json` prints; the field names are the contract. */
 export interface DetectReport {
+  /** Version of this object. */
   schema_version: 1;
+  /** The answer, or null when none can be given. */
   available_context_tokens: number | null;
   /** The contract's old name for the same number: it counts tokens. */
   available_context_kb: number | null;
+  /** Whether a loop may run. */
   loop_mode_eligible: boolean;
+  /** The least that a loop needs. */
   floor_tokens: number;
+  /** Why there is no answer or why no loop may run, else null. */
   reason: string | null;
+  /** What to do next, or null. */
   hint: string | null;
+  /** Where the answer comes from. */
   source: ContextSource;
+  /** What was asked about, or null. */
   model: Record<string, string | number | boolean | null> | null;
+  /** The devices that were found. */
   devices: DeviceReport[];
+  /** How each way of asking ended. */
   probes: { probe: string; state: string; reason: string | null }[];
+  /** Terms of the derivation in bytes, or null. */
   memory: Record<string, number> | null;
+  /** What `--context` asked for, or null. */
   memory_at_context: MemoryAtContext | null;
+  /** What the model may use, or null. */
   budget: BudgetReport | null;
+  /** What the derivation takes for granted, or null. */
   assumptions: Record<string, string | number | boolean> | null;
+  /** What a reader should know, one line each. */
   warnings: string[];
 }
 
@@ -1537,6 +1587,7 @@ export function readGguf(source: ByteSource, path: string): GgufFile {
     vocabTokens: vocabTokens ?? tensors.vocabTokens,
     tensorCount,
     tensorBytes: tensors.bytes,
+    surplusBytes: tensors.surplusBytes,
     fileBytes: source.sizeBytes,
     readBytes: cursor.readBytes,
   };
@@ -1636,6 +1687,7 @@ function readAlignment(cursor: GgufCursor, values: ReadonlyMap<string, HeaderVal
 /** What all tensors of a file add up to. */
 interface TensorTotals {
   bytes: number;
+  surplusBytes: number;
   /** Highest N of the names `blk.N.…`, or -1. */
   highestBlock: number;
   /** Rows of the token embedding, or null. */
@@ -1644,7 +1696,7 @@ interface TensorTotals {
 
 /** Reads the tensor list; as in ggml, each must start where the one before it ended, padded. */
 function readGgufTensors(cursor: GgufCursor, count: number, alignment: number): TensorTotals {
-  const totals: TensorTotals = { bytes: 0, highestBlock: -1, vocabTokens: null };
+  const totals: TensorTotals = { bytes: 0, surplusBytes: 0, highestBlock: -1, vocabTokens: null };
   const seen = new Set<string>();
   let [expectedOffset, dataBytes, lastName] = [0, 0, ""];
   for (let index = 0; index < count; index++) {
@@ -1664,7 +1716,11 @@ function readGgufTensors(cursor: GgufCursor, count: number, alignment: number): 
     if (name === "token_embd.weight") totals.vocabTokens = rows;
   }
   const end = padTo(cursor.offset, alignment) + dataBytes;
-  if (count === 0 || end <= cursor.source.sizeBytes) return totals;
+  const surplusBytes = cursor.source.sizeBytes - end;
+  if (count === 0) return totals;
+  if (surplusBytes >= 0) {
+    return { ...totals, surplusBytes: surplusBytes < alignment ? 0 : surplusBytes };
+  }
   throw cursor.refuse(
     `data up to ${end} (tensor "${lastName}"), past the end of the file at ` +
       `${cursor.source.sizeBytes}, named`,
@@ -1955,7 +2011,9 @@ export function parseOllamaName(name: string): string | null {
 
 /** Files that an ollama manifest names, as paths below the models folder. */
 export interface OllamaManifest {
+  /** The model's blob. */
   model: string;
+  /** Blobs of its projectors. */
   projectors: string[];
 }
 
@@ -2036,10 +2094,13 @@ function parseByteCount(text: string | undefined): number | null {
 
 /** Memory of the machine itself, as `/proc/meminfo` and control groups tell. */
 export interface HostMemory {
+  /** All it has. */
   totalBytes: number;
   /** What a new program may use, or null when unknown. */
   availableBytes: number | null;
+  /** Why `availableBytes` is null. */
   unknownReason: string | null;
+  /** What a reader should know, or null. */
   note: string | null;
 }
 
@@ -2578,11 +2639,22 @@ function listDeviceRows(report: DetectReport): [string, string, string?][] {
   });
 }
 
+/** The terms of the derivation in words; those of a token are not MiB but bytes. */
+const MEMORY_LABELS: Readonly<Record<string, string>> = {
+  weights_bytes: "weights",
+  projector_bytes: "projector",
+  kv_bytes_per_token: "KV cache, each token",
+  kv_swa_bytes: "KV cache, sliding window",
+  recurrent_bytes: "recurrent state",
+  compute_bytes: "compute buffer",
+  compute_bytes_per_token: "compute buffer, each token",
+};
+
 function listMemoryRows(report: DetectReport): [string, string, string?][] {
-  return Object.entries(report.memory ?? {}).map(([key, bytes]) => {
-    const label = key.replace(/_bytes/, "").replaceAll("_", " ");
-    return /_per_/.test(key) ? [label, `${bytes} B`] : [label, formatMib(bytes)];
-  });
+  return Object.entries(report.memory ?? {}).map(([key, bytes]) => [
+    MEMORY_LABELS[key] ?? key,
+    key.endsWith("_per_token") ? `${bytes} B` : formatMib(bytes),
+  ]);
 }
 
 function listBudgetRows(report: DetectReport): [string, string, string?][] {
@@ -2737,7 +2809,12 @@ function loadGgufModel(path: string, source: LoadedModel["source"]): LoadedModel
     header: { values: first.values, vocabTokens: firstVocab(shards) },
     weightsBytes: sumOf(shards, (shard) => hasTensors ? shard.tensorBytes : shard.fileBytes),
     projectorBytes: 0,
-    warnings: hasTensors ? [] : ["the file lists no tensors: its size counts as weights"],
+    warnings: [
+      ...(hasTensors ? [] : ["the file lists no tensors: its size counts as weights"]),
+      ...shards.filter((shard) => shard.surplusBytes > 0).map((shard) =>
+        `${shard.surplusBytes} bytes follow the last tensor's data: the file may be damaged`
+      ),
+    ],
   };
 }
 
@@ -2805,13 +2882,13 @@ function loadOllamaModel(name: string): LoadedModel | null {
     if (!isFilePath(path)) continue;
     const { model, projectors } = parseOllamaManifest(readModelText(path), path);
     const loaded = loadGgufModel(join(folder, model), "ollama");
-    const projectorBytes = sumOf(projectors, (blob) => fileSize(join(folder, blob)));
+    const projectorBytes = sumOf(projectors, (blob) => readBlobSize(join(folder, blob)));
     return { ...loaded, path, projectorBytes };
   }
   return null;
 }
 
-function fileSize(path: string): number {
+function readBlobSize(path: string): number {
   return withByteSource(path, (source) => source.sizeBytes);
 }
 
@@ -3138,7 +3215,7 @@ function loadRequestedModel(request: ModelRequest): LoadedModel {
       "vram-detect --model FILE.gguf",
     );
   }
-  const mmprojBytes = mmprojPath === null ? 0 : fileSize(mmprojPath);
+  const mmprojBytes = mmprojPath === null ? 0 : readBlobSize(mmprojPath);
   return { ...loaded, projectorBytes: loaded.projectorBytes + mmprojBytes };
 }
 
@@ -3239,18 +3316,19 @@ function describeForReport(
   };
 }
 
+/** The terms of the derivation: those that are fixed and those that grow with each token. */
 function describeMemory(
   loaded: LoadedModel,
   shape: ModelShape,
   settings: CacheSettings,
 ): Record<string, number> {
   const none = memoryAtContext({ shape, weightsBytes: 0 }, settings, 0);
-  const perCell = bytesPerCell(shape, settings);
+  const most = memoryAtContext({ shape, weightsBytes: 0 }, settings, 2 ** 31);
   return {
     weights_bytes: loaded.weightsBytes,
     projector_bytes: loaded.projectorBytes,
-    kv_bytes_per_token: perCell.full,
-    kv_swa_bytes_per_cell: perCell.sliding,
+    kv_bytes_per_token: bytesPerCell(shape, settings).full,
+    kv_swa_bytes: most.kv_swa_bytes,
     recurrent_bytes: none.recurrent_bytes,
     compute_bytes: none.compute_bytes,
     compute_bytes_per_token: 4 * settings.ubatchTokens,

@@ -839,6 +839,17 @@ export interface RoleConfig {
 /** The roles of a tick, in order. */
 export type RoleName = "implement" | "verify" | "orchestrate";
 
+/** Where a harness's JSON output says what a run cost; each field but the first is a dotted path. */
+export interface UsageConfig {
+  /** Read the last JSON line alone, or every JSON line and add the numbers up. */
+  readonly combine?: "last" | "sum";
+  readonly cost_usd?: string;
+  readonly input_tokens?: string;
+  readonly output_tokens?: string;
+  /** The answer's text, which then is what a verdict is looked for in. */
+  readonly text?: string;
+}
+
 /** loop.json as written; every field is optional and has its default where it is used. */
 export interface LoopConfig {
   readonly name?: string;
@@ -873,8 +884,12 @@ export interface LoopConfig {
     readonly idle_timeout_seconds?: number;
     readonly env?: Readonly<Record<string, string>>;
     readonly unset_env?: readonly string[];
-    readonly backoff?: unknown;
-    readonly usage?: unknown;
+    readonly backoff?: {
+      readonly patterns?: readonly string[];
+      readonly exit_codes?: readonly number[];
+      readonly seconds?: number;
+    };
+    readonly usage?: UsageConfig;
   };
   readonly outputs?: { readonly retention?: number };
   readonly schedule?: { readonly kind?: string; readonly interval_seconds?: number };
@@ -900,6 +915,14 @@ const isArgv = (value: unknown): boolean =>
   (value as string[]).length > 0 && (value as string[])[0] !== "";
 const isRecordOrNull = (value: unknown): boolean => value === null || isRecord(value);
 const isEnvName = (name: unknown): boolean => typeof name === "string" && /^[^=\0]+$/.test(name);
+const isPattern = (value: unknown): boolean => {
+  if (typeof value !== "string") return false;
+  try {
+    return Boolean(new RegExp(value, "i"));
+  } catch {
+    return false; // Not a regular expression.
+  }
+};
 const isScopePath = (value: unknown): boolean =>
   typeof value === "string" && value !== "" && !/^([/\\]|[A-Za-z]:)|\0/.test(value) &&
   !value.split(/[/\\]/).includes("..");
@@ -944,7 +967,15 @@ const LOOP_CONFIG_RULES: readonly FieldRule[] = [
   ["harness.env", "an object of texts", (v) => isRecord(v) && Object.keys(v).every(isEnvName) && Object.values(v).every(isText)],
   ["harness.unset_env", "a list of names", isListOf(isEnvName)],
   ["harness.backoff", "an object", isRecord],
+  ["harness.backoff.patterns", "a list of regular expressions", isListOf(isPattern)],
+  ["harness.backoff.exit_codes", "a list of whole numbers", isListOf((v) => Number.isSafeInteger(v))],
+  ["harness.backoff.seconds", "a number from 1", isNumberFrom(1)],
   ["harness.usage", "an object", isRecord],
+  ["harness.usage.combine", "last or sum", isOneOf(["last", "sum"])],
+  ["harness.usage.cost_usd", "a dotted path", (v) => isText(v) && v !== ""],
+  ["harness.usage.input_tokens", "a dotted path", (v) => isText(v) && v !== ""],
+  ["harness.usage.output_tokens", "a dotted path", (v) => isText(v) && v !== ""],
+  ["harness.usage.text", "a dotted path", (v) => isText(v) && v !== ""],
   ["outputs", "an object", isRecord],
   ["outputs.retention", "a whole number", (v) => Number.isSafeInteger(v)],
   ["schedule", "an object", isRecord],
@@ -957,7 +988,7 @@ const LOOP_CONFIG_RULES: readonly FieldRule[] = [
 ];
 
 /** Fields with keys of their own making: nothing below them is unknown. */
-const OPEN_FIELDS = ["harness.env", "harness.backoff", "harness.usage"];
+const OPEN_FIELDS = ["harness.env"];
 
 function listUnknownKeys(value: unknown, prefix: string, known: readonly string[]): string[] {
   if (!isRecord(value) || OPEN_FIELDS.includes(prefix)) return [];

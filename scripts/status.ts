@@ -164,7 +164,7 @@ export class UsageError extends Error {
 export class RefusedError extends Error {
   override name = "RefusedError";
   /** @param hint What to do next, one command where there is one. */
-  constructor(message: string, readonly hint?: string) {
+  constructor(message: string, readonly hint: string) {
     super(message);
   }
 }
@@ -272,11 +272,22 @@ export function renderOptions(options: readonly OptionSpec[]): string {
   return options.map((option) => `  ${label(option).padEnd(width)}  ${option.help}\n`).join("");
 }
 
+/** What to do about a failure; nothing for a usage error, whose one line says it all. */
+function findHint(error: unknown): string | undefined {
+  if (error instanceof UsageError) return undefined;
+  if (error instanceof RefusedError) return error.hint;
+  const isAboutContent = error instanceof SyntaxError || error instanceof TypeError;
+  return isAboutContent
+    ? "correct that file and try again"
+    : "check who may read and write there, and that there is room left";
+}
+
 /** Prints how a program failed, in words on stderr and for `--json` as the last line of stdout. */
 export function reportFailure(error: unknown, program: string, args: readonly string[]): number {
-  const message = error instanceof Error ? error.message : `${error}`;
-  const hint = error instanceof RefusedError ? error.hint : undefined;
-  console.error(`${program}: ${message.replaceAll("\n", " ")}`);
+  const words = (error instanceof Error ? error.message : `${error}`).replaceAll("\n", " ");
+  const message = words.startsWith("Cannot ") ? words : `Cannot go on: ${words}`;
+  const hint = findHint(error);
+  console.error(`${program}: ${message}`);
   if (hint !== undefined) console.error(`hint: ${hint}`);
   if (args.includes("--json")) {
     console.log(
@@ -535,11 +546,14 @@ export function syncDirectory(path: string): void {
   }
 }
 
-/** Saves a state file and its `.bak`, both whole and with the same content. */
+/**
+ * Saves a state file and its `.bak`, both whole and with the same content. The copy goes first, so that
+ * it is never older than the state: counters that are restored from it do not go back.
+ */
 export function saveState(path: string, state: Readonly<Record<string, unknown>>): void {
   const text = `${JSON.stringify(state, null, 2)}\n`;
-  writeFileAtomic(path, text);
   writeFileAtomic(`${path}.bak`, text);
+  writeFileAtomic(path, text);
 }
 // #endregion shared:save
 
@@ -705,8 +719,11 @@ const LOOP_STATE_RULES: readonly FieldRule[] = [
 ];
 
 /** A state file written by a newer edition: never touched by this one. */
-export class NewerSchemaError extends Error {
+export class NewerSchemaError extends RefusedError {
   override name = "NewerSchemaError";
+  constructor(message: string) {
+    super(message, "update Automaton");
+  }
 }
 
 /** Throws unless a state file's `schema_version` is the one that this edition reads and writes. */
@@ -749,6 +766,17 @@ export interface RoleConfig {
 /** The roles of a tick, in order. */
 export type RoleName = "implement" | "verify" | "orchestrate";
 
+/** Where a harness's JSON output says what a run cost; each field but the first is a dotted path. */
+export interface UsageConfig {
+  /** Read the last JSON line alone, or every JSON line and add the numbers up. */
+  readonly combine?: "last" | "sum";
+  readonly cost_usd?: string;
+  readonly input_tokens?: string;
+  readonly output_tokens?: string;
+  /** The answer's text, which then is what a verdict is looked for in. */
+  readonly text?: string;
+}
+
 /** loop.json as written; every field is optional and has its default where it is used. */
 export interface LoopConfig {
   readonly name?: string;
@@ -783,8 +811,12 @@ export interface LoopConfig {
     readonly idle_timeout_seconds?: number;
     readonly env?: Readonly<Record<string, string>>;
     readonly unset_env?: readonly string[];
-    readonly backoff?: unknown;
-    readonly usage?: unknown;
+    readonly backoff?: {
+      readonly patterns?: readonly string[];
+      readonly exit_codes?: readonly number[];
+      readonly seconds?: number;
+    };
+    readonly usage?: UsageConfig;
   };
   readonly outputs?: { readonly retention?: number };
   readonly schedule?: { readonly kind?: string; readonly interval_seconds?: number };
@@ -810,6 +842,14 @@ const isArgv = (value: unknown): boolean =>
   (value as string[]).length > 0 && (value as string[])[0] !== "";
 const isRecordOrNull = (value: unknown): boolean => value === null || isRecord(value);
 const isEnvName = (name: unknown): boolean => typeof name === "string" && /^[^=\0]+$/.test(name);
+const isPattern = (value: unknown): boolean => {
+  if (typeof value !== "string") return false;
+  try {
+    return Boolean(new RegExp(value, "i"));
+  } catch {
+    return false; // Not a regular expression.
+  }
+};
 const isScopePath = (value: unknown): boolean =>
   typeof value === "string" && value !== "" && !/^([/\\]|[A-Za-z]:)|\0/.test(value) &&
   !value.split(/[/\\]/).includes("..");
@@ -854,7 +894,15 @@ const LOOP_CONFIG_RULES: readonly FieldRule[] = [
   ["harness.env", "an object of texts", (v) => isRecord(v) && Object.keys(v).every(isEnvName) && Object.values(v).every(isText)],
   ["harness.unset_env", "a list of names", isListOf(isEnvName)],
   ["harness.backoff", "an object", isRecord],
+  ["harness.backoff.patterns", "a list of regular expressions", isListOf(isPattern)],
+  ["harness.backoff.exit_codes", "a list of whole numbers", isListOf((v) => Number.isSafeInteger(v))],
+  ["harness.backoff.seconds", "a number from 1", isNumberFrom(1)],
   ["harness.usage", "an object", isRecord],
+  ["harness.usage.combine", "last or sum", isOneOf(["last", "sum"])],
+  ["harness.usage.cost_usd", "a dotted path", (v) => isText(v) && v !== ""],
+  ["harness.usage.input_tokens", "a dotted path", (v) => isText(v) && v !== ""],
+  ["harness.usage.output_tokens", "a dotted path", (v) => isText(v) && v !== ""],
+  ["harness.usage.text", "a dotted path", (v) => isText(v) && v !== ""],
   ["outputs", "an object", isRecord],
   ["outputs.retention", "a whole number", (v) => Number.isSafeInteger(v)],
   ["schedule", "an object", isRecord],
@@ -867,7 +915,7 @@ const LOOP_CONFIG_RULES: readonly FieldRule[] = [
 ];
 
 /** Fields with keys of their own making: nothing below them is unknown. */
-const OPEN_FIELDS = ["harness.env", "harness.backoff", "harness.usage"];
+const OPEN_FIELDS = ["harness.env"];
 
 function listUnknownKeys(value: unknown, prefix: string, known: readonly string[]): string[] {
   if (!isRecord(value) || OPEN_FIELDS.includes(prefix)) return [];

@@ -407,7 +407,10 @@ export interface GgufFile extends ModelHeader {
   tensorCount: number;
   /** Bytes of all tensors of this file, without padding. */
   tensorBytes: number;
-  /** Bytes after the data of the last tensor, more than padding explains; normally 0. */
+  /**
+   * Bytes after the data of the last tensor, more than padding explains: normally 0, else the list
+   * of tensors may be damaged, and they count as weights.
+   */
   surplusBytes: number;
   /** The file's size. */
   fileBytes: number;
@@ -1717,8 +1720,7 @@ function readGgufTensors(cursor: GgufCursor, count: number, alignment: number): 
   }
   const end = padTo(cursor.offset, alignment) + dataBytes;
   const surplusBytes = cursor.source.sizeBytes - end;
-  if (count === 0) return totals;
-  if (surplusBytes >= 0) {
+  if (surplusBytes >= 0 || count === 0) {
     return { ...totals, surplusBytes: surplusBytes < alignment ? 0 : surplusBytes };
   }
   throw cursor.refuse(
@@ -2706,7 +2708,7 @@ export function listRaises(
 ): string[] {
   const now = largestContext(model, settings, budgetBytes);
   if (now === model.shape.nativeTokens) {
-    return [`nothing: ${now} tokens is the native context of the model`];
+    return [`nothing: ${now} tokens is the model's native context`];
   }
   const smaller = { ...model, weightsBytes: Math.max(0, model.weightsBytes - GIB) };
   const changes: [string, number][] = [
@@ -2801,20 +2803,31 @@ function loadGgufModel(path: string, source: LoadedModel["source"]): LoadedModel
         `its name says ${index} of ${paths.length} (from 0)`,
     );
   });
-  const hasTensors = shards.some((shard) => shard.tensorCount > 0);
   return {
     source,
     path,
     files: paths.length,
     header: { values: first.values, vocabTokens: firstVocab(shards) },
-    weightsBytes: sumOf(shards, (shard) => hasTensors ? shard.tensorBytes : shard.fileBytes),
+    ...sumShards(shards),
     projectorBytes: 0,
-    warnings: [
-      ...(hasTensors ? [] : ["the file lists no tensors: its size counts as weights"]),
-      ...shards.filter((shard) => shard.surplusBytes > 0).map((shard) =>
-        `${shard.surplusBytes} bytes follow the last tensor's data: the file may be damaged`
-      ),
-    ],
+  };
+}
+
+/**
+ * Weights of all shards. Where the list of tensors does not explain a file's size, the size counts,
+ * which is never too little.
+ */
+function sumShards(shards: readonly GgufFile[]): { weightsBytes: number; warnings: string[] } {
+  if (shards.every((shard) => shard.tensorCount === 0)) {
+    const weightsBytes = sumOf(shards, (shard) => shard.fileBytes);
+    return { weightsBytes, warnings: ["the file lists no tensors: its size counts as weights"] };
+  }
+  return {
+    weightsBytes: sumOf(shards, (shard) => shard.tensorBytes + shard.surplusBytes),
+    warnings: shards.filter((shard) => shard.surplusBytes > 0).map((shard) =>
+      `${shard.surplusBytes} bytes follow the last tensor's data: the file may be damaged, ` +
+      "they count as weights"
+    ),
   };
 }
 

@@ -1,0 +1,456 @@
+/** The GGUF reader: what it accepts, what it refuses by name and offset, and what nothing may do to it. */
+import { assert, assertEquals, assertMatch, assertThrows } from "@std/assert";
+import { join } from "@std/path";
+import { fc } from "./deps.ts";
+import { lastJson, makeScratch, ROOT, run, runProgram } from "./helpers.ts";
+import {
+  buildFamily,
+  buildGguf,
+  buildGgufParts,
+  buildModel,
+  dataBytes,
+  FAMILIES,
+  type GgufSpec,
+  GgufWriter,
+  metadataOf,
+  ONE_TENSOR,
+  type TensorSpec,
+} from "./gguf_builder.ts";
+import { at, F16, GIB, MIB, readBytes, sourceOf } from "./vram_support.ts";
+import {
+  describeModel,
+  type GgufFile,
+  listShards,
+  memoryAtContext,
+  readGguf,
+  RefusedError,
+} from "../scripts/vram-detect.ts";
+
+const LLAMA = FAMILIES["Llama-3-8B"]!;
+const TENSORS: TensorSpec[] = [
+  { name: "token_embd.weight", shape: [64, 100], type: 8 },
+  { name: "blk.0.attn_k.weight", shape: [256, 3], type: 12 },
+  { name: "blk.1.attn_norm.weight", shape: [5], type: 0 },
+  { name: "output_norm.weight", shape: [7], type: 1 },
+];
+/** A small whole file with every kind of value, and where its lengths stand. */
+const SMALL: GgufSpec = {
+  metadata: [
+    ...metadataOf("llama", { ...LLAMA.keys, "block_count": 2 }),
+    ["a.u8", { type: "u8", value: 200 }],
+    ["a.i8", { type: "i8", value: -3 }],
+    ["a.u16", { type: "u16", value: 60000 }],
+    ["a.i16", { type: "i16", value: -30000 }],
+    ["a.i32", { type: "i32", value: -70000 }],
+    ["a.f32", { type: "f32", value: 0.5 }],
+    ["a.f64", { type: "f64", value: 0.25 }],
+    ["a.u64", { type: "u64", value: 2n ** 40n }],
+    ["a.i64", { type: "i64", value: -5n }],
+    ["a.bool", true],
+    ["a.numbers", [1, 2, 3]],
+    ["tokenizer.ggml.tokens", ["a", "bc", "", "déf"]],
+    ["tokenizer.chat_template", "x".repeat(3000)],
+  ],
+  tensors: TENSORS,
+};
+
+Deno.test("readGguf() reads every kind of value, the vocabulary's length and the tensors' bytes", () => {
+  for (const version of [2, 3]) {
+    const file = readBytes(buildGguf({ ...SMALL, version }));
+    assertEquals(file.version, version);
+    const value = (key: string) => file.values.get(key);
+    assertEquals(
+      ["u8", "i8", "u16", "i16", "i32", "f32", "f64", "u64", "i64", "bool"].map((t) =>
+        value(`a.${t}`)
+      ),
+      [200, -3, 60000, -30000, -70000, 0.5, 0.25, 2 ** 40, -5, 1],
+    );
+    assertEquals(value("general.architecture"), "llama");
+    assertEquals(file.vocabTokens, 4);
+    // 64·100 in q8_0, 256·3 in q4_k, 5 in f32, 7 in f16.
+    assertEquals([file.tensorCount, file.tensorBytes], [4, 6800 + 432 + 20 + 14]);
+    assertEquals(file.surplusBytes, 0);
+  }
+});
+
+Deno.test("readGguf() steps over arrays that say nothing about memory, and over long texts", () => {
+  const file = readBytes(buildGguf(SMALL));
+  assertEquals(
+    ["a.numbers", "tokenizer.ggml.tokens", "tokenizer.chat_template"]
+      .filter((key) => file.values.has(key)),
+    [],
+  );
+});
+
+Deno.test("readGguf() takes the vocabulary from the token embedding where no tokens are listed", () => {
+  const spec = { metadata: metadataOf("llama", {}), tensors: TENSORS.slice(0, 1) };
+  assertEquals(readBytes(buildGguf(spec)).vocabTokens, 100);
+});
+
+Deno.test("readGguf() honours general.alignment", () => {
+  const wrong = {
+    metadata: [["general.alignment", 48]] as GgufSpec["metadata"],
+    tensors: [ONE_TENSOR],
+  };
+  assertMatch(refuse(buildGguf(wrong)), /general\.alignment of 48/);
+  // With an alignment of 8 the second tensor starts at 24, not at 32.
+  const spec = {
+    metadata: [["general.alignment", 8]] as GgufSpec["metadata"],
+    tensors: [{ ...TENSORS[2]! }, { ...TENSORS[3]!, offset: 24 }],
+  };
+  assertEquals(readBytes(buildGguf(spec)).tensorCount, 2);
+});
+
+/** The message with which bytes are refused. */
+function refuse(bytes: Uint8Array): string {
+  return assertThrows(() => readBytes(bytes), RefusedError).message;
+}
+
+/** A file of one key whose value is written by hand. */
+function withValue(write: (writer: GgufWriter) => void): Uint8Array {
+  const writer = new GgufWriter();
+  writer.scalar("u32", 0x46554747);
+  writer.scalar("u32", 3);
+  writer.length(0);
+  writer.length(1);
+  writer.text("k");
+  write(writer);
+  for (let index = 0; index < 8; index++) writer.scalar("u64", 0);
+  return writer.finish();
+}
+
+/** Bytes with some of them overwritten. */
+function patch(bytes: Uint8Array, offset: number, ...values: number[]): Uint8Array {
+  const copy = bytes.slice();
+  copy.set(values, offset);
+  return copy;
+}
+
+const small = buildGguf(SMALL);
+const swapped = patch(small, 4, 0, 0, 0, 3);
+const DAMAGED: [string, Uint8Array, RegExp][] = [
+  ["an empty file", new Uint8Array(0), /ends inside the magic number at offset 0/],
+  [
+    "another magic number",
+    patch(small, 0, 0x47, 0x47, 0x4d, 0x4c),
+    /no GGUF magic number at offset 0/,
+  ],
+  ["version 1", patch(small, 4, 1), /version 1, only 2 and 3 are known at offset 4/],
+  ["version 4", patch(small, 4, 4), /version 4, only 2 and 3 are known at offset 4/],
+  ["version 0", patch(small, 4, 0), /version 0/],
+  ["swapped bytes", swapped, /big-endian file \(its bytes are swapped\) at offset 4/],
+  [
+    "a negative count",
+    patch(small, 15, 0xff),
+    /number of tensors is negative or above 2\^53 at offset 8/,
+  ],
+  [
+    "a count beyond the file",
+    patch(small, 16, 255, 255),
+    /number of keys is 65535, past the end of the file at offset 16/,
+  ],
+  [
+    "an array of arrays",
+    withValue((w) => (w.scalar("u32", 9), w.scalar("u32", 9))),
+    /"k" is an array of arrays at offset 37/,
+  ],
+  [
+    "an array of an unknown type",
+    withValue((w) => (w.scalar("u32", 9), w.scalar("u32", 77))),
+    /"k" is an array of type 77 at offset 37/,
+  ],
+  [
+    "a value of an unknown type",
+    withValue((w) => w.scalar("u32", 13)),
+    /"k" of type 13 at offset 33/,
+  ],
+  [
+    "a length over 2^30",
+    withValue((w) => (w.scalar("u32", 8), w.length(2 ** 30 + 1))),
+    /is 1073741825, above 2\^30 at offset 37/,
+  ],
+  [
+    "an array past the end",
+    withValue((w) => (w.scalar("u32", 9), w.scalar("u32", 5), w.length(400))),
+    /is 400, past the end of the file at offset 41/,
+  ],
+  [
+    "a boolean of 2",
+    withValue((w) => (w.scalar("u32", 7), w.scalar("u8", 2))),
+    /"k" is a boolean of value 2 at offset 37/,
+  ],
+  [
+    "a text that is not UTF-8",
+    withValue((w) => (w.scalar("u32", 8), w.length(1), w.scalar("u8", 0xff))),
+    /"k" is not UTF-8 at offset 45/,
+  ],
+  ["an empty key", buildGguf({ metadata: [["", 1]] }), /an empty key at offset 24/],
+  [
+    "a key that is too long",
+    buildGguf({ metadata: [["k".repeat(2000), 1]] }),
+    /a key of 2000 bytes at offset 24/,
+  ],
+  [
+    "a duplicate key",
+    buildGguf({ metadata: [["k", 1], ["k", 2]] }),
+    /the key "k" a second time at offset 41/,
+  ],
+  [
+    "a duplicate tensor",
+    buildGguf({ metadata: [], tensors: [ONE_TENSOR, ONE_TENSOR] }),
+    /the tensor "output_norm\.weight" a second time/,
+  ],
+  [
+    "a nameless tensor",
+    buildGguf({ metadata: [], tensors: [{ ...ONE_TENSOR, name: "" }] }),
+    /a tensor's name of 0 bytes/,
+  ],
+  [
+    "a tensor's name of 64 bytes",
+    buildGguf({ metadata: [], tensors: [{ ...ONE_TENSOR, name: "n".repeat(64) }] }),
+    /name of 64 bytes/,
+  ],
+  [
+    "a tensor of five dimensions",
+    buildGguf({ metadata: [], tensors: [{ ...ONE_TENSOR, shape: [1, 1, 1, 1, 1] }] }),
+    /with 5 dimensions/,
+  ],
+  [
+    "a dimension of 0",
+    buildGguf({ metadata: [], tensors: [{ ...ONE_TENSOR, shape: [0] }] }),
+    /a dimension of 0/,
+  ],
+  [
+    "a removed tensor type",
+    buildGguf({ metadata: [], tensors: [{ ...ONE_TENSOR, type: 31 }] }),
+    /of type 31/,
+  ],
+  [
+    "rows that do not fill blocks",
+    buildGguf({ metadata: [], tensors: [{ ...ONE_TENSOR, type: 8, shape: [33] }] }),
+    /rows of 33, no multiple of the block of q8_0/,
+  ],
+  [
+    "a tensor larger than the file",
+    buildGguf({ metadata: [], tensors: [{ ...ONE_TENSOR, shape: [2 ** 40] }], hasData: false }),
+    /more than the file holds/,
+  ],
+  [
+    "sizes that overflow",
+    buildGguf({
+      metadata: [],
+      tensors: [{ ...ONE_TENSOR, shape: [2 ** 52, 2 ** 52, 2 ** 52, 2 ** 52] }],
+      hasData: false,
+    }),
+    /more than the file holds/,
+  ],
+  [
+    "overlapping tensors",
+    buildGguf({ metadata: [], tensors: [ONE_TENSOR, { ...TENSORS[3]!, name: "b", offset: 0 }] }),
+    /data at 0, not 128/,
+  ],
+  ["missing data", small.subarray(0, small.length - 40), /past the end of the file at \d+/],
+  [
+    "a tensor of a block that is not counted",
+    buildGguf({ metadata: metadataOf("llama", { "block_count": 1 }), tensors: TENSORS }),
+    /tensors of block 1, but block_count 1/,
+  ],
+];
+
+for (const [what, bytes, message] of DAMAGED) {
+  Deno.test(`readGguf() refuses ${what}`, () => {
+    const text = refuse(bytes);
+    assertMatch(text, message);
+    assertMatch(text, /^Cannot read GGUF file "test\.gguf": .* at offset \d+$/);
+  });
+}
+
+Deno.test("readGguf() refuses a header of more than 64 MiB after reading no more than that", () => {
+  // Texts of one byte: all of the array has to be walked through.
+  const items = 8 * MIB;
+  const size = 24 + 9 + 4 + 4 + 8 + items * 9;
+  const head = withValue((w) => (w.scalar("u32", 9), w.scalar("u32", 8), w.length(items))).subarray(
+    0,
+    49,
+  );
+  let readBytes = 0;
+  const source = {
+    sizeBytes: size,
+    readAt(offset: number, into: Uint8Array): number {
+      for (let index = 0; index < into.length; index++) {
+        const at = offset + index;
+        into[index] = at < 49 ? head[at]! : (at - 49) % 9 === 0 ? 1 : 0;
+      }
+      readBytes += into.length;
+      return into.length;
+    },
+  };
+  const error = assertThrows(() => readGguf(source, "big.gguf"), RefusedError);
+  assertMatch(error.message, /the header is larger than 67108864 bytes/);
+  assert(readBytes <= 64 * MIB + 64 * 1024, `${readBytes} bytes read`);
+});
+
+Deno.test("readGguf() refuses a small file cut at every offset", () => {
+  for (let size = 0; size < small.length - 18; size++) refuse(small.subarray(0, size));
+  // Only the padding after the last tensor's 14 bytes may be missing.
+  assertEquals(readBytes(small.subarray(0, small.length - 18)).tensorCount, 4);
+});
+
+/** What a file leads to: the memory that its model needs. */
+function measure(file: GgufFile): string {
+  const weightsBytes = file.tensorCount === 0
+    ? file.fileBytes
+    : file.tensorBytes + file.surplusBytes;
+  const model = { shape: describeModel(file), weightsBytes };
+  return JSON.stringify(memoryAtContext(model, F16, 4096));
+}
+
+/** Reads and measures damaged bytes: a refusal is null, anything else but an answer fails the test. */
+function tryMeasure(bytes: Uint8Array): { file: GgufFile; memory: string } | null {
+  try {
+    const file = readBytes(bytes);
+    const memory = measure(file);
+    for (const value of Object.values(JSON.parse(memory))) {
+      assert(typeof value === "number" && Number.isInteger(value) && value >= 0, memory);
+    }
+    return { file, memory };
+  } catch (error) {
+    if (error instanceof RefusedError) return null;
+    throw error;
+  }
+}
+
+Deno.test("readGguf() refuses a file whose lengths have grown, each by each amount", () => {
+  const { bytes, lengthOffsets } = buildGgufParts(SMALL);
+  assert(lengthOffsets.length > 40, `${lengthOffsets.length}`);
+  const view = (copy: Uint8Array) => new DataView(copy.buffer);
+  for (const offset of lengthOffsets) {
+    const old = view(bytes).getBigUint64(offset, true);
+    for (const growth of [1n, 7n, 4096n, 2n ** 20n, 2n ** 30n, 2n ** 31n, 2n ** 53n, 2n ** 62n]) {
+      const copy = bytes.slice();
+      view(copy).setBigUint64(offset, BigInt.asUintN(64, old + growth), true);
+      const result = tryMeasure(copy);
+      // A tensor of the same size in other dimensions, and one that ends in the padding, stay true.
+      if (result !== null) assertEquals(result.file.tensorCount, 4, `offset ${offset}, +${growth}`);
+      if (result !== null) assert(growth < 16n, `offset ${offset}, +${growth}: ${result.memory}`);
+    }
+  }
+});
+
+Deno.test("readGguf() survives every byte flipped, every bit of it", () => {
+  const weights = (file: GgufFile) => file.tensorBytes + file.surplusBytes;
+  const original = readBytes(small);
+  let answered = 0;
+  for (let offset = 0; offset < small.length; offset++) {
+    for (let bit = 0; bit < 8; bit++) {
+      const result = tryMeasure(patch(small, offset, small[offset]! ^ (1 << bit)));
+      if (result === null) continue;
+      answered++;
+      // A tensor list that tells less than the file holds never makes the weights smaller.
+      const { file } = result;
+      assert(file.tensorCount === 0 || weights(file) >= weights(original) - 31, `${offset}.${bit}`);
+      // Of magic number, version and counts: version 2 for 3, and fewer tensors than there are.
+      if (offset < 24) assert(offset === 4 || file.tensorCount < 4, `${offset}.${bit}`);
+    }
+  }
+  // Names, texts and numbers can be changed without a trace, and so can the data.
+  assert(answered > 0 && answered < small.length * 8);
+});
+
+Deno.test("200,000 mutated headers: no crash, no hang, nothing but whole numbers or a refusal", () => {
+  const sources = [
+    "Llama-3-8B",
+    "gpt-oss-20b",
+    "Qwen3.5-9B",
+    "Jamba",
+    "DeepSeek-V3",
+    "Gemma-4 pattern",
+  ]
+    .map(buildFamily).concat(small);
+  // A generator of its own: fast-check's would take most of the time.
+  let state = 20260901;
+  const random = (limit: number) => {
+    state = Math.imul(state ^ (state >>> 15), 0x2c1b3c6d) + 0x9e3779b9 | 0;
+    return (state >>> 0) % limit;
+  };
+  let refused = 0;
+  for (let round = 0; round < 200_000; round++) {
+    const bytes = sources[round % sources.length]!.slice();
+    for (let change = random(4); change >= 0; change--) {
+      const offset = random(bytes.length);
+      const special = [0, 1, 0x7f, 0x80, 0xff, bytes[offset]! + 1, random(256)];
+      bytes[offset] = special[random(special.length)]!;
+    }
+    const cut = random(20) === 0 ? random(bytes.length) : bytes.length;
+    if (tryMeasure(bytes.subarray(0, cut)) === null) refused++;
+  }
+  assert(refused > 50_000, `${refused} refused`);
+});
+
+Deno.test("readGguf() never throws anything but a refusal on arbitrary bytes", () => {
+  const bytes = fc.uint8Array({ maxLength: 400 });
+  fc.assert(
+    fc.property(bytes, fc.boolean(), (tail, hasHead) => {
+      tryMeasure(hasHead ? Uint8Array.from([...small.subarray(0, 24), ...tail]) : tail);
+    }),
+    { numRuns: 2000 },
+  );
+});
+
+Deno.test("listShards() names all files of a sharded model from any of them", () => {
+  const all = ["/m/a-00001-of-00003.gguf", "/m/a-00002-of-00003.gguf", "/m/a-00003-of-00003.gguf"];
+  for (const path of all) assertEquals(listShards(path), all);
+  assertEquals(listShards("/m/a.gguf"), ["/m/a.gguf"]);
+  assertEquals(listShards("/m/a-00001-of-00000.gguf"), ["/m/a-00001-of-00000.gguf"]);
+});
+
+Deno.test("a sharded model's weights are those of all shards; a missing or foreign one is refused", async () => {
+  using scratch = makeScratch();
+  const path = (number: number) => join(scratch.project, `m-0000${number}-of-00003.gguf`);
+  const shard = (number: number, count = 3) => {
+    const split: GgufSpec["metadata"] = [["split.no", number - 1], ["split.count", count]];
+    const own = number === 1 ? metadataOf("llama", LLAMA.keys) : [];
+    return buildGguf({ metadata: [...own, ...split], tensors: [TENSORS[number - 1]!] });
+  };
+  for (const number of [1, 2, 3]) Deno.writeFileSync(path(number), shard(number));
+  const args = ["--json", "--free-mib", "8000", "--model", path(2)];
+  const whole = await runProgram(scratch, "vram-detect", args);
+  assertEquals([whole.code, at(lastJson(whole), "memory", "weights_bytes")], [0, 6800 + 432 + 20]);
+  assertEquals(at(lastJson(whole), "model", "files"), 3);
+
+  Deno.writeFileSync(path(3), shard(3, 4));
+  const foreign = lastJson(await runProgram(scratch, "vram-detect", args));
+  assertMatch(`${foreign.reason}`, /m-00003-of-00003\.gguf": it says it is shard 2 of 4/);
+  Deno.removeSync(path(3));
+  const missing = await runProgram(scratch, "vram-detect", args);
+  assertEquals(missing.code, 1);
+  assertMatch(`${lastJson(missing).reason}`, /m-00003-of-00003\.gguf": no such file/);
+});
+
+Deno.test("a 70 GB sparse file with a true header is answered with under 100 MB resident", async () => {
+  using scratch = makeScratch();
+  const path = join(scratch.project, "huge.gguf");
+  const weight = (name: string): TensorSpec => ({ name, shape: [8192, 1024 * 1024], type: 1 });
+  const tensors = [0, 1, 2, 3].map((index) => weight(`blk.${index}.ffn_up.weight`));
+  const metadata = metadataOf("llama", LLAMA.keys);
+  metadata.push(["tokenizer.ggml.tokens", Array.from({ length: 1000 }, (_, i) => `token ${i}`)]);
+  const header = buildGguf({ metadata, tensors, hasData: false });
+  Deno.writeFileSync(path, header);
+  Deno.truncateSync(path, header.length + dataBytes(tensors));
+  assert(Deno.statSync(path).size > 68 * GIB / 1.1);
+
+  const peak = join(ROOT, "tests", "fixtures", "vram", "peak.ts");
+  const argv = [Deno.execPath(), "run", "-qA", "--config", join(ROOT, "deno.json"), peak];
+  const result = await run(scratch, [...argv, "--json", "--free-mib", "100000", "--model", path]);
+  assertEquals(result.code, 0, result.stderr);
+  assertEquals(at(lastJson(result), "memory", "weights_bytes"), 64 * GIB);
+  assertEquals(lastJson(result).available_context_tokens, 8192);
+  const kib = Number(/^VmHWM:\s+(\d+) kB$/m.exec(result.stderr)?.[1]);
+  assert(kib > 0 && kib < 100_000, result.stderr);
+});
+
+Deno.test("readGguf() reads only the header's part of a large file", () => {
+  const bytes = buildModel(LLAMA.architecture, LLAMA.keys);
+  const file = readGguf({ ...sourceOf(bytes), sizeBytes: 70 * GIB }, "huge.gguf");
+  assertEquals(file.readBytes, bytes.length);
+});

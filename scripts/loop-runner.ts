@@ -69,6 +69,12 @@ const KILL_GRACE_MS = 2000;
 const DRAIN_MS = 2000;
 const WATCH_MS = 200;
 const GIT_CHECKOUT_TIMEOUT_MS = 300_000;
+const COMMIT_TIMEOUT_MS = 300_000;
+const HOOK_TIMEOUT_MS = 60_000;
+const CHECK_OUTPUT_CHARS = 4000;
+const DEFAULT_BACKOFF_S = 900;
+/** Rate limits are told in the last lines; the same words further up may be code or logs. */
+const BACKOFF_LINES = 20;
 /** Deeper nesting than any verdict has; keeps the reader's recursion bounded. */
 const MAX_DEPTH = 100;
 const MAX_REASONS = 50;
@@ -101,7 +107,9 @@ export interface Summary {
   phase: string | null;
   next_phase: string | null;
   verdict: Verdict | null;
-  readonly checks: unknown[];
+  readonly checks: CheckResult[];
+  /** Dollars that this tick's harnesses reported; null when none did. */
+  cost_usd: number | null;
   iteration_count: number | null;
   status: string | null;
   halt_reason: string | null;
@@ -137,9 +145,34 @@ interface HarnessOutcome {
   readonly result: HarnessResult;
   /** One line in words. */
   readonly message: string;
+  /** Null when it did not end by itself or did not start. */
+  readonly exitCode: number | null;
   /** The end of stdout, at most TAIL_BYTES. */
   readonly stdoutTail: string;
+  readonly stderrTail: string;
+  /** What the harness reported of its cost, where loop.json says how to read it. */
+  readonly usage: UsageReport | null;
   readonly leftOver: number;
+}
+
+/** What one run of a harness cost, as far as it said so. */
+export interface UsageReport {
+  costUsd: number | null;
+  inputTokens: number | null;
+  outputTokens: number | null;
+  /** The answer's text; null where it is not to be taken from JSON. */
+  text: string | null;
+}
+
+/** How one of loop.json's checks went. */
+export interface CheckResult {
+  readonly command: readonly string[];
+  readonly ok: boolean;
+  readonly result: HarnessResult;
+  readonly exit_code: number | null;
+  readonly duration_ms: number;
+  /** The end of what it printed. */
+  readonly output: string;
 }
 
 /** A task as `status --task --json` shows it. */
@@ -207,6 +240,14 @@ class SkipError extends Error {
 class HaltError extends Error {
   override name = "HaltError";
   constructor(readonly haltReason: HaltReason, message: string, readonly skip: SkipReason | null) {
+    super(message);
+  }
+}
+
+/** Ends a tick at a rate limit: no harness before a time. */
+class BackoffError extends Error {
+  override name = "BackoffError";
+  constructor(readonly notBefore: string, message: string) {
     super(message);
   }
 }
@@ -893,7 +934,10 @@ export interface LoopConfig {
   };
   readonly outputs?: { readonly retention?: number };
   readonly schedule?: { readonly kind?: string; readonly interval_seconds?: number };
-  readonly hooks?: Readonly<Record<string, unknown>>;
+  readonly hooks?: {
+    readonly on_halt?: readonly string[];
+    readonly on_complete?: readonly string[];
+  };
   readonly allowed_phases?: readonly string[];
 }
 
@@ -1022,6 +1066,28 @@ export function parseLoopConfig(
   return { config: parsed as LoopConfig, warnings: listUnknownKeys(parsed, "", known) };
 }
 // #endregion shared:loop-config
+
+// #region shared:scope
+/**
+ * True when a path, relative to the worktree and with `/`, lies in a loop's file scope.
+ *
+ * @param scope Files and folders; undefined means no limit, an empty list that nothing may change.
+ *
+ * @example
+ * ```ts
+ * import { isInScope } from "./status.ts";
+ * if (!isInScope("src/a.ts", ["src/"]) || isInScope("srcs/a.ts", ["src"])) throw new Error("scope");
+ * ```
+ */
+export function isInScope(path: string, scope: readonly string[] | undefined): boolean {
+  if (scope === undefined) return true;
+  return scope.some((entry) => {
+    const parts = entry.split(/[/\\]/).filter((part) => part !== "" && part !== ".");
+    const allowed = parts.join("/");
+    return allowed === "" || path === allowed || path.startsWith(`${allowed}/`);
+  });
+}
+// #endregion shared:scope
 
 // #region shared:log
 const LOG_LIMIT_BYTES = 5 * 1024 * 1024;
@@ -1728,13 +1794,81 @@ async function endRun(
 // --- Harness ---
 
 interface HarnessRequest {
-  readonly role: RoleName;
+  /** Names the output files and the progress line: a role, a check, the commit. */
+  readonly label: string;
   readonly argv: readonly string[];
   readonly env: Readonly<Record<string, string>>;
   /** Text for stdin; null closes it. */
   readonly stdin: string | null;
   readonly timeoutMs: number;
   readonly idleTimeoutMs: number;
+  readonly usage?: UsageConfig | undefined;
+}
+
+/** The value at a dotted path of a JSON value. */
+function readDottedPath(value: unknown, path: string): unknown {
+  return path.split(".").reduce<unknown>(
+    (inner, key) =>
+      typeof inner === "object" && inner !== null
+        ? (inner as Record<string, unknown>)[key]
+        : undefined,
+    value,
+  );
+}
+
+/** Reads cost, tokens and text out of a harness's JSON lines as they come. */
+export class UsageReader {
+  #partial = "";
+  #decoder = new TextDecoder();
+  #texts: string[] = [];
+  readonly #report: UsageReport = {
+    costUsd: null,
+    inputTokens: null,
+    outputTokens: null,
+    text: null,
+  };
+
+  constructor(readonly config: UsageConfig) {}
+
+  /** Takes the next bytes of stdout; a line longer than TAIL_BYTES is passed over. */
+  push(bytes: Uint8Array): void {
+    const lines = (this.#partial + this.#decoder.decode(bytes, { stream: true })).split("\n");
+    this.#partial = lines.pop()!;
+    if (this.#partial.length > TAIL_BYTES) this.#partial = "";
+    for (const line of lines) this.#readLine(line);
+  }
+
+  /** What was found, once all has come. */
+  finish(): UsageReport {
+    this.#readLine(this.#partial);
+    this.#partial = "";
+    return { ...this.#report, text: this.#texts.length === 0 ? null : this.#texts.join("\n") };
+  }
+
+  #readLine(line: string): void {
+    if (!line.trimStart().startsWith("{")) return;
+    let record: unknown;
+    try {
+      record = JSON.parse(line);
+    } catch {
+      return; // A line for people between the records.
+    }
+    const isSum = this.config.combine === "sum";
+    const add = (key: "costUsd" | "inputTokens" | "outputTokens", path: string | undefined) => {
+      const value = path === undefined ? undefined : readDottedPath(record, path);
+      if (typeof value !== "number" || !Number.isFinite(value) || value < 0) return;
+      this.#report[key] = (isSum ? this.#report[key] ?? 0 : 0) + value;
+    };
+    add("costUsd", this.config.cost_usd);
+    add("inputTokens", this.config.input_tokens);
+    add("outputTokens", this.config.output_tokens);
+    const text = this.config.text === undefined
+      ? undefined
+      : readDottedPath(record, this.config.text);
+    if (typeof text !== "string") return;
+    if (!isSum) this.#texts = [];
+    this.#texts.push(text);
+  }
 }
 
 /** Copies a stream into a file, with a bound, and keeps its end. */
@@ -1748,7 +1882,12 @@ class StreamRecorder {
   readonly done: Promise<void>;
   lastOutputAt = Date.now();
 
-  constructor(stream: ReadableStream<Uint8Array>, path: string) {
+  /** @param onBytes Sees every part as it comes. */
+  constructor(
+    stream: ReadableStream<Uint8Array>,
+    path: string,
+    readonly onBytes: ((bytes: Uint8Array) => void) | null = null,
+  ) {
     this.#file = Deno.openSync(path, { write: true, create: true, truncate: true });
     this.#reader = stream.getReader();
     this.done = this.#copy();
@@ -1768,6 +1907,7 @@ class StreamRecorder {
 
   #keep(bytes: Uint8Array): void {
     this.lastOutputAt = Date.now();
+    this.onBytes?.(bytes);
     const room = Math.max(0, MAX_STREAM_BYTES - this.#written);
     this.#written += writeAll(this.#file, bytes.subarray(0, room));
     this.#dropped += bytes.length - Math.min(room, bytes.length);
@@ -1867,15 +2007,21 @@ async function feedStdin(stdin: WritableStream<Uint8Array>, text: string): Promi
 
 /** Runs a harness to its end or its deadline; no process of it is left when this returns. */
 async function runHarness(tick: Tick, request: HarnessRequest): Promise<HarnessOutcome> {
-  const { role, argv } = request;
-  const paths = { out: outputPath(tick, `${role}.log`), err: outputPath(tick, `${role}.err.log`) };
+  const { label, argv } = request;
+  const paths = {
+    out: outputPath(tick, `${label}.log`),
+    err: outputPath(tick, `${label}.err.log`),
+  };
   Object.assign(tick.summary.artifacts, {
-    [`${role}_log`]: paths.out,
-    [`${role}_err_log`]: paths.err,
+    [`${label}_log`]: paths.out,
+    [`${label}_err_log`]: paths.err,
   });
-  const failed = (outcome: Pick<HarnessOutcome, "result" | "message">) => ({
+  const failed = (outcome: Pick<HarnessOutcome, "result" | "message">): HarnessOutcome => ({
     ...outcome,
+    exitCode: null,
     stdoutTail: "",
+    stderrTail: "",
+    usage: null,
     leftOver: 0,
   });
   if (!isDirectory(tick.cwd)) {
@@ -1901,8 +2047,9 @@ async function runHarness(tick: Tick, request: HarnessRequest): Promise<HarnessO
   }
   const leader = { pid: child.pid, started: await findStartTime(child.pid) };
   writeLockNote(tick, leader);
+  const usage = request.usage === undefined ? null : new UsageReader(request.usage);
   const streams = [
-    new StreamRecorder(child.stdout, paths.out),
+    new StreamRecorder(child.stdout, paths.out, usage && ((bytes) => usage.push(bytes))),
     new StreamRecorder(child.stderr, paths.err),
   ] as const;
   if (request.stdin !== null) void feedStdin(child.stdin, request.stdin);
@@ -1911,12 +2058,16 @@ async function runHarness(tick: Tick, request: HarnessRequest): Promise<HarnessO
   await Promise.race([Promise.all(streams.map(({ done }) => done)), sleep(DRAIN_MS)]);
   await Promise.all(streams.map((stream) => stream.abandon()));
   writeLockNote(tick, null);
-  return { ...ending, stdoutTail: streams[0].tail(), leftOver };
+  const [stdoutTail, stderrTail] = [streams[0].tail(), streams[1].tail()];
+  return { ...ending, stdoutTail, stderrTail, usage: usage?.finish() ?? null, leftOver };
 }
 
 async function findStartTime(pid: number): Promise<string | null> {
   return (await listProcesses()).find((entry) => entry.pid === pid)?.started ?? null;
 }
+
+/** How a harness ended, before its streams are read to their end. */
+type HarnessEnding = Pick<HarnessOutcome, "result" | "message" | "exitCode">;
 
 /** Waits for a harness to end by itself, and ends it when a deadline, a pause or a signal says so. */
 async function watchHarness(
@@ -1925,10 +2076,11 @@ async function watchHarness(
   child: Deno.ChildProcess,
   streams: readonly [StreamRecorder, StreamRecorder],
   leader: { pid: number; started: string | null },
-): Promise<Pick<HarnessOutcome, "result" | "message">> {
+): Promise<HarnessEnding> {
+  const { label } = request;
   const startedAt = Date.now();
-  const progress = startProgress(tick, request.role);
-  let cause: Pick<HarnessOutcome, "result" | "message"> | null = null;
+  const progress = startProgress(tick, label);
+  let cause: HarnessEnding | null = null;
   let status: Deno.CommandStatus | null = null;
   const ended = child.status.then((value) => {
     status = value;
@@ -1944,15 +2096,14 @@ async function watchHarness(
   if (cause !== null) return cause;
   const { code, signal } = status! as Deno.CommandStatus;
   if (signal !== null) {
-    return { result: "killed", message: `the ${request.role} harness was killed by ${signal}` };
+    return { result: "killed", message: `${label} was killed by ${signal}`, exitCode: null };
   }
-  if (code !== 0) {
-    return {
-      result: "exit_nonzero",
-      message: `the ${request.role} harness ended with exit code ${code}`,
-    };
-  }
-  return { result: "ok", message: "" };
+  if (code === 0) return { result: "ok", message: "", exitCode: 0 };
+  return {
+    result: "exit_nonzero",
+    message: `${label} ended with exit code ${code}`,
+    exitCode: code,
+  };
 }
 
 async function raceWithSleep(promise: Promise<void>, milliseconds: number): Promise<void> {
@@ -1967,27 +2118,20 @@ async function raceWithSleep(promise: Promise<void>, milliseconds: number): Prom
 /** Why a running harness has to end now; null while it may go on. */
 function findEndCause(
   tick: Tick,
-  { role, timeoutMs, idleTimeoutMs }: HarnessRequest,
+  { label, timeoutMs, idleTimeoutMs }: HarnessRequest,
   startedAt: number,
   streams: readonly StreamRecorder[],
-): Pick<HarnessOutcome, "result" | "message"> | null {
+): HarnessEnding | null {
   const now = Date.now();
   const idleMs = now - Math.max(startedAt, ...streams.map(({ lastOutputAt }) => lastOutputAt));
-  if (tick.stop.signal !== null) {
-    return { result: "stopped", message: `ended by ${tick.stop.signal}` };
-  }
-  if (isPausedNow(tick.dir)) return { result: "stopped", message: "ended by --pause-loop --now" };
+  const end = (result: HarnessResult, message: string) => ({ result, message, exitCode: null });
+  if (tick.stop.signal !== null) return end("stopped", `ended by ${tick.stop.signal}`);
+  if (isPausedNow(tick.dir)) return end("stopped", "ended by --pause-loop --now");
   if (timeoutMs > 0 && now - startedAt >= timeoutMs) {
-    return {
-      result: "timeout",
-      message: `the ${role} harness ran longer than ${formatSeconds(timeoutMs)}`,
-    };
+    return end("timeout", `${label} ran longer than ${formatSeconds(timeoutMs)}`);
   }
   if (idleTimeoutMs > 0 && idleMs >= idleTimeoutMs) {
-    return {
-      result: "idle_timeout",
-      message: `the ${role} harness printed nothing for ${formatSeconds(idleTimeoutMs)}`,
-    };
+    return end("idle_timeout", `${label} printed nothing for ${formatSeconds(idleTimeoutMs)}`);
   }
   return null;
 }
@@ -2006,13 +2150,13 @@ function isPausedNow(dir: string): boolean {
 /** Shows on a terminal what a harness is doing; elsewhere one line when it ends. */
 function startProgress(
   { loop, number }: Tick,
-  role: RoleName,
+  label: string,
 ): { show(line: string): void; end(): void } {
   const startedAt = Date.now();
   const isTerminal = Deno.stderr.isTerminal();
   const write = (text: string) => Deno.stderr.writeSync(new TextEncoder().encode(text));
   let shownAt = 0;
-  const label = () => `${loop} tick ${number}: ${role} ${formatSeconds(Date.now() - startedAt)}`;
+  const head = () => `${loop} tick ${number}: ${label} ${formatSeconds(Date.now() - startedAt)}`;
   return {
     show(line) {
       if (!isTerminal || Date.now() - shownAt < 1000) return;
@@ -2020,10 +2164,10 @@ function startProgress(
       // deno-lint-ignore no-control-regex -- a harness's control characters must not reach the screen.
       const plain = line.replace(/\u001b\[[0-?]*[ -/]*[@-~]|[\u0000-\u001f\u007f-\u009f]/g, "");
       const columns = Deno.consoleSize().columns;
-      write(`\r\u001b[K${`${label()}  ${plain}`.slice(0, columns - 1)}`);
+      write(`\r\u001b[K${`${head()}  ${plain}`.slice(0, columns - 1)}`);
     },
     end() {
-      write(`${isTerminal ? "\r\u001b[K" : ""}${label()}\n`);
+      write(`${isTerminal ? "\r\u001b[K" : ""}${head()}\n`);
     },
   };
 }
@@ -2063,9 +2207,8 @@ async function sweepLastRun(dir: string, summary: Summary): Promise<void> {
 function buildHarnessEnv(tick: Tick, role: RoleName): Record<string, string> {
   const harness = tick.config.harness ?? {};
   const env: Record<string, string> = { ...Deno.env.toObject(), ...harness.env };
-  for (const name of [...harness.unset_env ?? [], "AUTOMATON_NO_LOOP_LOCK", "AUTOMATON_OP_FILE"]) {
-    delete env[name];
-  }
+  const removed = [...harness.unset_env ?? [], "AUTOMATON_NO_LOOP_LOCK", "AUTOMATON_OP_FILE"];
+  for (const name of removed) delete env[name];
   return {
     ...env,
     PWD: tick.cwd,
@@ -2082,8 +2225,9 @@ function buildHarnessEnv(tick: Tick, role: RoleName): Record<string, string> {
 /** Builds what a role's harness is run with; the prompt has been written. */
 function buildRequest(tick: Tick, role: RoleName, promptPath: string): HarnessRequest {
   const harness = tick.config.harness ?? {};
-  const isDefault = harness.command === undefined;
-  const command = harness.command ?? DEFAULT_HARNESS.command;
+  const own = tick.config.roles?.[role]?.command ?? harness.command;
+  const isDefault = own === undefined;
+  const command = own ?? DEFAULT_HARNESS.command;
   const stdin = harness.stdin ?? (isDefault ? DEFAULT_HARNESS.stdin : "none");
   const model = tick.config.roles?.[role]?.model ?? tick.models?.default;
   const prompt = readTextIfPresent(promptPath) ?? "";
@@ -2105,12 +2249,13 @@ function buildRequest(tick: Tick, role: RoleName, promptPath: string): HarnessRe
     ...(model === undefined ? {} : { "{model}": model }),
   };
   return {
-    role,
+    label: role,
     argv: command.map((element) => substituteTokens(element, values)),
     env: buildHarnessEnv(tick, role),
     stdin: stdin === "prompt" ? prompt : null,
     timeoutMs: (harness.timeout_seconds ?? DEFAULT_TIMEOUT_S) * 1000,
     idleTimeoutMs: (harness.idle_timeout_seconds ?? 0) * 1000,
+    usage: harness.usage,
   };
 }
 
@@ -2528,16 +2673,36 @@ async function checkContextFloor(tick: Tick): Promise<void> {
   tick.windowTokens = window;
 }
 
-/** Turns a harness that did not do its work into a skip. */
-function skipForHarness(outcome: HarnessOutcome): SkipError {
+/** What a harness that did not do its work ends the tick with: a rate limit's wait, or a skip. */
+function failureOf(tick: Tick, outcome: HarnessOutcome): SkipError | BackoffError {
+  const words = `${outcome.result}: ${outcome.message}`;
+  const backoff = tick.config.harness?.backoff;
+  if (backoff !== undefined && isRateLimit(outcome, backoff)) {
+    const seconds = backoff.seconds ?? DEFAULT_BACKOFF_S;
+    const notBefore = new Date(Date.now() + seconds * 1000).toISOString();
+    return new BackoffError(notBefore, `rate limit (${words}); no harness before ${notBefore}`);
+  }
   const isTimeout = outcome.result === "timeout" || outcome.result === "idle_timeout";
-  return new SkipError(
-    isTimeout ? "harness_timeout" : "harness_failed",
-    `${outcome.result}: ${outcome.message}`,
-  );
+  return new SkipError(isTimeout ? "harness_timeout" : "harness_failed", words);
 }
 
-/** Starts a role's harness, once its prompt is written. */
+/** True when a failed run says of itself that it met a limit. */
+function isRateLimit(
+  { exitCode, stdoutTail, stderrTail }: HarnessOutcome,
+  { patterns = [], exit_codes: exitCodes = [] }: {
+    patterns?: readonly string[];
+    exit_codes?: readonly number[];
+  },
+): boolean {
+  if (exitCode !== null && exitCodes.includes(exitCode)) return true;
+  const lastLines = stdoutTail.trimEnd().split("\n").slice(-BACKOFF_LINES).join("\n");
+  return patterns.some((pattern) => {
+    const expression = new RegExp(pattern, "i");
+    return expression.test(stderrTail) || expression.test(lastLines);
+  });
+}
+
+/** Starts a role's harness, once its prompt is written, and notes what it cost. */
 async function runRole(
   tick: Tick,
   role: RoleName,
@@ -2550,6 +2715,7 @@ async function runRole(
   const startedAt = Date.now();
   const outcome = await runHarness(tick, request);
   tick.summary.durations_ms[role] = Date.now() - startedAt;
+  noteUsage(tick, role, outcome.usage);
   if (outcome.result === "stopped") {
     await checkStop(tick);
     throw new StoppedError(outcome.message);
@@ -2558,6 +2724,26 @@ async function runRole(
     warn(tick, `the ${role} harness left ${outcome.leftOver} process(es), which were ended`);
   }
   return outcome;
+}
+
+/** Logs a run's cost and tokens, and adds its dollars to what the loop has spent. */
+function noteUsage(tick: Tick, role: RoleName, usage: UsageReport | null): void {
+  if (usage === null) return;
+  const { costUsd, inputTokens, outputTokens } = usage;
+  if (costUsd === null && inputTokens === null && outputTokens === null) return;
+  const fields = { cost_usd: costUsd, input_tokens: inputTokens, output_tokens: outputTokens };
+  logSafely(tick, "INFO", "USAGE", { tick: tick.number, role, ...fields });
+  if (costUsd === null) return;
+  tick.summary.cost_usd = (tick.summary.cost_usd ?? 0) + costUsd;
+  const path = join(tick.dir, "cost.json");
+  try {
+    const known: unknown = JSON.parse(readTextIfPresent(path) ?? "{}");
+    const cost = isRecord(known) ? known : {};
+    const total = typeof cost.total_usd === "number" ? cost.total_usd : 0;
+    writeFileAtomic(path, `${JSON.stringify({ ...cost, total_usd: total + costUsd })}\n`);
+  } catch (error) {
+    warn(tick, `the cost cannot be added to "${path}": ${errorMessage(error)}`);
+  }
 }
 
 /** Step 6: the harness works; what it made is the artifact, or the runner makes it from its traces. */
@@ -2569,52 +2755,109 @@ async function implement(tick: Tick): Promise<{ diff: string }> {
   if (outcome.result !== "ok") {
     const hasChanged = before !== null && after !== null && before !== after;
     const mayHaveWorked = outcome.result === "exit_nonzero" || outcome.result === "killed";
-    if (!mayHaveWorked || !hasChanged) throw skipForHarness(outcome);
+    if (!mayHaveWorked || !hasChanged) throw failureOf(tick, outcome);
     warn(tick, `${outcome.message}, with changes left: they are verified`);
   }
   const diff = await readDiff(tick);
   if (!existsSync(artifact)) {
     const failure = outcome.result === "ok" ? "" : `# Outcome\n${outcome.message}\n\n`;
+    const said = (outcome.usage?.text ?? outcome.stdoutTail).trim();
     Deno.writeTextFileSync(
       artifact,
-      `${failure}# Output\n${outcome.stdoutTail.trim()}\n\n# Changes against the base\n${diff}`,
+      `${failure}# Output\n${said}\n\n# Changes against the base\n${diff}`,
     );
   }
   tick.summary.artifacts.artifact = artifact;
   return { diff };
 }
 
+/** Step 7: loop.json's own commands, which no verdict can overrule. */
+async function runChecks(tick: Tick): Promise<CheckResult[]> {
+  const results: CheckResult[] = [];
+  for (const [index, command] of (tick.config.checks ?? []).entries()) {
+    await checkStop(tick);
+    const startedAt = Date.now();
+    const outcome = await runHarness(tick, {
+      label: `check${index + 1}`,
+      argv: command,
+      // A check runs what an agent has written: it may ask status, never write by it.
+      env: buildHarnessEnv(tick, "verify"),
+      stdin: null,
+      timeoutMs: (tick.config.harness?.timeout_seconds ?? DEFAULT_TIMEOUT_S) * 1000,
+      idleTimeoutMs: 0,
+    });
+    if (outcome.result === "stopped") throw new StoppedError(outcome.message);
+    const output = [outcome.stdoutTail, outcome.stderrTail].map((text) => text.trim()).join("\n")
+      .trim();
+    results.push({
+      command,
+      ok: outcome.result === "ok",
+      result: outcome.result,
+      exit_code: outcome.exitCode,
+      duration_ms: Date.now() - startedAt,
+      output: output.length > CHECK_OUTPUT_CHARS ? `…${output.slice(-CHECK_OUTPUT_CHARS)}` : output,
+    });
+  }
+  if (results.length > 0) {
+    const path = outputPath(tick, "checks.json");
+    Deno.writeTextFileSync(path, `${JSON.stringify(results, null, 2)}\n`);
+    tick.summary.artifacts.checks = path;
+    tick.summary.checks.push(...results);
+  }
+  return results;
+}
+
+/** Checks as a verifier and the next Implement read them. */
+function renderChecks(results: readonly CheckResult[]): string {
+  return results.map(({ command, ok, result, exit_code, output }) => {
+    const end = ok
+      ? "passed"
+      : `FAILED (${result}${exit_code === null ? "" : `, exit code ${exit_code}`})`;
+    return `$ ${quoteForSh(command)}\n${end}${ok || output === "" ? "" : `\n${output}`}`;
+  }).join("\n\n");
+}
+
 /** Step 8: a second session judges; only what it prints counts, and only if it changed nothing. */
-async function verify(tick: Tick, diff: string): Promise<Verdict> {
+async function verify(
+  tick: Tick,
+  { diff, checks }: { diff: string; checks: readonly CheckResult[] },
+): Promise<Verdict> {
   const before = await fingerprint(tick);
   const outcome = await runRole(tick, "verify", {
     "{artifact_content}": readTextIfPresent(outputPath(tick, "implement.json")) ?? "",
     "{diff}": diff,
-    "{check_results}": "",
+    "{check_results}": renderChecks(checks),
     "{verdict_nonce}": tick.verdictNonce,
   });
   const after = await fingerprint(tick);
-  const parsed = parseVerdict(outcome.stdoutTail, tick.verdictNonce);
+  const parsed = parseVerdict(outcome.usage?.text ?? outcome.stdoutTail, tick.verdictNonce);
   if (parsed.verdict === null) {
-    if (outcome.result !== "ok") throw skipForHarness(outcome);
+    if (outcome.result !== "ok") throw failureOf(tick, outcome);
     throw new HaltError("verifier_failed", parsed.problem, null);
   }
-  if (outcome.result !== "ok" && outcome.result !== "exit_nonzero") throw skipForHarness(outcome);
+  if (outcome.result !== "ok" && outcome.result !== "exit_nonzero") throw failureOf(tick, outcome);
   for (const warning of parsed.warnings) warn(tick, warning);
-  let verdict = parsed.verdict;
+  const vetoes = checks.filter(({ ok }) => !ok).map(({ command }) =>
+    `check failed: ${quoteForSh(command)}`
+  );
   if (before !== after) {
     warn(tick, "the verifier changed the work folder: its verdict counts as a fail");
-    verdict = {
-      ...verdict,
-      pass: false,
-      reasons: ["the verifier changed the work folder", ...verdict.reasons],
-    };
+    vetoes.push("the verifier changed the work folder");
   }
+  const verdict = applyVetoes(parsed.verdict, vetoes, renderChecks(checks.filter(({ ok }) => !ok)));
   const path = outputPath(tick, "verdict.json");
   Deno.writeTextFileSync(path, `${JSON.stringify(verdict, null, 2)}\n`);
   tick.summary.artifacts.verdict = path;
   tick.summary.verdict = verdict;
   return verdict;
+}
+
+/** A verdict with what overrules it; a pass turned into a fail tells the next try what failed. */
+function applyVetoes(verdict: Verdict, vetoes: readonly string[], details: string): Verdict {
+  if (vetoes.length === 0) return verdict;
+  const hint = verdict.next_hint ||
+    truncateText(details === "" ? vetoes.join("; ") : details, MAX_HINT_CHARS);
+  return { ...verdict, pass: false, reasons: [...vetoes, ...verdict.reasons], next_hint: hint };
 }
 
 /** After a pass: the phase's document, from the artifact, where the agent could not write it. */
@@ -2659,6 +2902,83 @@ async function takeBuiltInStep(tick: Tick, verdict: Verdict): Promise<void> {
   if (code !== 0) warn(tick, problem);
 }
 
+/** Step 11: the in-scope files of the worktree become a commit of the loop's branch. */
+async function commitWork(tick: Tick, verdict: Verdict): Promise<void> {
+  const when = tick.config.blast_radius?.commit ?? "on_pass";
+  const isWanted = when === "always" || (when === "on_pass" && verdict.pass === true);
+  if (!isWanted || tick.state.worktree_path === null || tick.cwd !== tick.state.worktree_path) {
+    return;
+  }
+  const status = await runGit(tick.cwd, [
+    "status",
+    "--porcelain",
+    "-z",
+    "--no-renames",
+    "--untracked-files=all",
+  ]);
+  if (status.code !== 0) return warn(tick, `nothing is committed: ${status.stderr}`);
+  const scope = tick.config.blast_radius?.file_scope;
+  const changed = new TextDecoder().decode(status.stdout).split("\0")
+    .map((entry) => entry.slice(3).replace(/\/$/, ""))
+    .filter((path) => path !== "" && isInScope(path, scope));
+  if (changed.length === 0) return;
+  const list = outputPath(tick, "commit-paths");
+  Deno.writeTextFileSync(list, changed.join("\0"));
+  const paths = [`--pathspec-from-file=${list}`, "--pathspec-file-nul"];
+  const literal = { GIT_LITERAL_PATHSPECS: "1" };
+  const added = await runGit(tick.cwd, ["add", "-A", ...paths], { env: literal });
+  if (added.code !== 0) return warn(tick, `nothing is committed: ${added.stderr}`);
+  const identity = await runGit(tick.cwd, ["var", "GIT_COMMITTER_IDENT"]);
+  const fallback = ["-c", "user.name=Automaton", "-c", "user.email=automaton@localhost"];
+  const message =
+    `loop(${tick.loop}): ${tick.task.name} tick ${tick.number}, score ${verdict.score}`;
+  const outcome = await runHarness(tick, {
+    label: "commit",
+    argv: [
+      "git",
+      ...(identity.code === 0 ? [] : fallback),
+      "commit",
+      "--quiet",
+      "--no-gpg-sign",
+      "--only",
+      ...paths,
+      "-m",
+      message,
+    ],
+    env: {
+      ...buildHarnessEnv(tick, "verify"),
+      ...literal,
+      GIT_EDITOR: "true",
+      GIT_TERMINAL_PROMPT: "0",
+    },
+    stdin: null,
+    timeoutMs: COMMIT_TIMEOUT_MS,
+    idleTimeoutMs: 0,
+  });
+  if (outcome.result === "ok") return;
+  const words = outcome.stderrTail.trim().split("\n").slice(-3).join(" ");
+  warn(tick, `nothing is committed: ${outcome.message}${words === "" ? "" : `: ${words}`}`);
+}
+
+/** Runs the loop's own command for its completion, once. */
+async function runCompletionHook(tick: Tick): Promise<void> {
+  const argv = tick.config.hooks?.on_complete;
+  if (argv === undefined) return;
+  const outcome = await runHarness(tick, {
+    label: "hook",
+    argv,
+    env: {
+      ...buildHarnessEnv(tick, "verify"),
+      AUTOMATON_EVENT: "complete",
+      AUTOMATON_REASON: "complete",
+    },
+    stdin: null,
+    timeoutMs: HOOK_TIMEOUT_MS,
+    idleTimeoutMs: 0,
+  });
+  if (outcome.result !== "ok") warn(tick, `the on_complete hook failed: ${outcome.message}`);
+}
+
 /** Step 12: the tick's one save, then the log line, then old outputs go. */
 async function saveTick(tick: Tick, verdict: Verdict): Promise<void> {
   const { state, config } = tick;
@@ -2674,6 +2994,7 @@ async function saveTick(tick: Tick, verdict: Verdict): Promise<void> {
   state.last_tick_at = new Date().toISOString();
   state.current_task = isDone ? null : tick.task.name;
   state.consecutive_failures = 0;
+  state.not_before = null;
   if (phase === "complete" && !["audit", "backlog"].includes(kind)) state.status = "complete";
   saveState(join(tick.dir, ".state.loop"), state);
   Object.assign(tick.summary, {
@@ -2695,6 +3016,7 @@ async function saveTick(tick: Tick, verdict: Verdict): Promise<void> {
   if (state.status === "complete") {
     logSafely(tick, "INFO", "COMPLETE", { iteration_count: state.iteration_count });
   }
+  if (state.status === "complete") await runCompletionHook(tick);
   removeOldOutputs(tick);
 }
 
@@ -2771,8 +3093,10 @@ async function runSteps(tick: Tick): Promise<void> {
   if (tick.isDryRun) return printDryRun(tick);
   removeStaleOutputs(tick);
   const { diff } = await implement(tick);
-  const verdict = await verify(tick, diff);
+  const checks = await timed(summary, "checks", () => runChecks(tick));
+  const verdict = await verify(tick, { diff, checks });
   await orchestrate(tick, verdict);
+  await commitWork(tick, verdict);
   await saveTick(tick, verdict);
 }
 
@@ -2838,6 +3162,10 @@ async function endEarly(tick: Tick, error: unknown): Promise<void> {
     if (error.reason.startsWith("harness_") && !tick.isDryRun) {
       await countFailure(tick, error.message);
     }
+  } else if (error instanceof BackoffError) {
+    tick.state.not_before = error.notBefore;
+    saveState(join(tick.dir, ".state.loop"), tick.state);
+    skip("backoff", true);
   } else if (error instanceof HaltError) {
     await halt(tick, error.haltReason, error.message);
     skip(error.skip ?? "halted", false);
@@ -2900,6 +3228,7 @@ function makeSummary({ loop, project }: TickOptions): Summary {
     next_phase: null,
     verdict: null,
     checks: [],
+    cost_usd: null,
     iteration_count: null,
     status: null,
     halt_reason: null,
@@ -3137,7 +3466,7 @@ function readTarget(
 // --- Main ---
 
 /** Runs one command line; returns the exit code. */
-export async function main(args: readonly string[]): Promise<number> {
+export async function runLoopRunner(args: readonly string[]): Promise<number> {
   try {
     const given = parseCommandLine(args, OPTIONS_OF_RUNNER);
     const framework = findFrameworkDir(import.meta.url);
@@ -3179,4 +3508,4 @@ export async function main(args: readonly string[]): Promise<number> {
   }
 }
 
-if (import.meta.main) Deno.exit(await main(Deno.args));
+if (import.meta.main) Deno.exit(await runLoopRunner(Deno.args));

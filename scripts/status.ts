@@ -23,7 +23,7 @@
  */
 
 import { parseArgs } from "@std/cli";
-import { ensureDirSync, existsSync } from "@std/fs";
+import { copySync, ensureDirSync, existsSync } from "@std/fs";
 import { parse as parseJsonc } from "@std/jsonc";
 import { basename, dirname, fromFileUrl, isAbsolute, join, relative, resolve } from "@std/path";
 
@@ -57,6 +57,7 @@ const EPOCH = "1970-01-01T00:00:00Z";
 const DEFAULT_LOCK_TIMEOUT_S = 10;
 const DEFAULT_STALLED_DAYS = 7;
 const DEFAULT_LOG_LINES = 20;
+const FOLLOW_INTERVAL_MS = 200;
 const DAY_MS = 86_400_000;
 
 // --- Types ---
@@ -820,7 +821,10 @@ export interface LoopConfig {
   };
   readonly outputs?: { readonly retention?: number };
   readonly schedule?: { readonly kind?: string; readonly interval_seconds?: number };
-  readonly hooks?: Readonly<Record<string, unknown>>;
+  readonly hooks?: {
+    readonly on_halt?: readonly string[];
+    readonly on_complete?: readonly string[];
+  };
   readonly allowed_phases?: readonly string[];
 }
 
@@ -950,6 +954,28 @@ export function parseLoopConfig(
 }
 // #endregion shared:loop-config
 
+// #region shared:scope
+/**
+ * True when a path, relative to the worktree and with `/`, lies in a loop's file scope.
+ *
+ * @param scope Files and folders; undefined means no limit, an empty list that nothing may change.
+ *
+ * @example
+ * ```ts
+ * import { isInScope } from "./status.ts";
+ * if (!isInScope("src/a.ts", ["src/"]) || isInScope("srcs/a.ts", ["src"])) throw new Error("scope");
+ * ```
+ */
+export function isInScope(path: string, scope: readonly string[] | undefined): boolean {
+  if (scope === undefined) return true;
+  return scope.some((entry) => {
+    const parts = entry.split(/[/\\]/).filter((part) => part !== "" && part !== ".");
+    const allowed = parts.join("/");
+    return allowed === "" || path === allowed || path.startsWith(`${allowed}/`);
+  });
+}
+// #endregion shared:scope
+
 // #region shared:log
 const LOG_LIMIT_BYTES = 5 * 1024 * 1024;
 const LOG_KEPT = 3;
@@ -1055,39 +1081,37 @@ export function runGit(
 
 // --- Helpers ---
 
-/** The phase after one, or null after the last and for phases out of the pipeline. */
-export function nextPhase(phase: string): string | null {
-  const index = (PHASES as readonly string[]).indexOf(phase);
-  return index < 0 ? null : PHASES[index + 1] ?? null;
-}
-
-function isKnownPhase(phase: string): boolean {
-  return phase === WAITING_PHASE || (PHASES as readonly string[]).includes(phase);
-}
-
 /**
- * True when a path, relative to the worktree and with `/`, lies in a loop's file scope.
- *
- * @param scope Files and folders; undefined means no limit, an empty list that nothing may change.
+ * A phase's place in the pipeline; -1 for human_intervention and for what is no phase.
  *
  * @example
  * ```ts
- * import { isInScope } from "./status.ts";
- * if (!isInScope("src/a.ts", ["src/"]) || isInScope("srcs/a.ts", ["src"])) throw new Error("scope");
+ * import { phaseIndex } from "./status.ts";
+ * if (phaseIndex("design") !== 1 || phaseIndex("human_intervention") !== -1) throw new Error("index");
  * ```
  */
-export function isInScope(path: string, scope: readonly string[] | undefined): boolean {
-  if (scope === undefined) return true;
-  return scope.some((entry) => {
-    const allowed = entry.replaceAll("\\", "/").replace(/^(\.\/)+/, "").replace(/\/+$/, "");
-    return allowed === "" || allowed === "." || path === allowed || path.startsWith(`${allowed}/`);
-  });
+export function phaseIndex(phase: string): number {
+  return (PHASES as readonly string[]).indexOf(phase);
+}
+
+function nextPhase(phase: string): string | null {
+  return phaseIndex(phase) < 0 ? null : PHASES[phaseIndex(phase) + 1] ?? null;
+}
+
+function isKnownPhase(phase: string): boolean {
+  return phase === WAITING_PHASE || phaseIndex(phase) >= 0;
 }
 
 /**
  * True when scores are flat or only falling over a whole window and none of those ticks passed.
  *
  * @param passes Beside the scores; an absent entry counts as not passed.
+ *
+ * @example
+ * ```ts
+ * import { isPlateau } from "./status.ts";
+ * if (!isPlateau([0.9, 0.5, 0.5], [], 2) || isPlateau([0.5, 0.5], [false, true], 2)) throw new Error();
+ * ```
  */
 export function isPlateau(
   scores: readonly number[],
@@ -1100,25 +1124,62 @@ export function isPlateau(
   return !hasRisen && !passes.slice(-window).includes(true);
 }
 
+/**
+ * Why a task may not take a step, or null when it may.
+ *
+ * @param hasDocument Whether the phase being left has its document.
+ * @param reason The reason given for the step; null for none.
+ *
+ * @example
+ * ```ts
+ * import { refuseStep } from "./status.ts";
+ * const task = { name: "a", phase: "spec", approved_at: null };
+ * const refusal = refuseStep(task, "implement", { hasDocument: true, reason: null });
+ * if (refusal?.hint !== "status --approve --task a") throw new Error("not refused");
+ * ```
+ */
+export function refuseStep(
+  task: Pick<TaskState, "name" | "phase" | "approved_at">,
+  target: string,
+  { hasDocument, reason }: { hasDocument: boolean; reason: string | null },
+): RefusedError | null {
+  const { name, phase } = task;
+  const refuse = (why: string, hint: string) =>
+    new RefusedError(`Cannot move task "${name}" from ${phase} to ${target}: ${why}`, hint);
+  const approval = `status --approve --task ${name}`;
+  if (target === phase) return refuse("it is there already", `status --task ${name}`);
+  if (phase === WAITING_PHASE) return refuse("it waits for a person", approval);
+  if (!isKnownPhase(phase)) return refuse("its phase is unknown", "status --audit");
+  const steps = phaseIndex(target) - phaseIndex(phase);
+  if (target === WAITING_PHASE || steps < 0) {
+    const isRework = target === "implement" && (phase === "code_review" || phase === "bug_hunt");
+    if (isRework || reason !== null) return null;
+    return refuse("such a step needs a reason", "add --reason TEXT");
+  }
+  if (steps > 1) {
+    const next = nextPhase(phase);
+    return refuse(`the next phase is ${next}`, `status --transition ${next} --task ${name}`);
+  }
+  const document = PHASE_DOCUMENTS[phase];
+  if (!hasDocument) return refuse(`${document} is missing or empty`, `write ${document} first`);
+  if (phase === "spec" && task.approved_at === null) {
+    return refuse("no person has approved it", approval);
+  }
+  return null;
+}
+
 /** Splits git's NUL-separated output; file names may hold anything else, newlines too. */
 function splitNul(bytes: Uint8Array): string[] {
-  return new TextDecoder().decode(bytes).split("\0").filter((item) => item !== "");
+  const text = new TextDecoder("utf-8", { ignoreBOM: true }).decode(bytes);
+  return text.split("\0").filter((item) => item !== "");
 }
 
 function countWords(count: number, word: string): string {
   return `${count} ${word}${count === 1 ? "" : "s"}`;
 }
 
-/** Who acts: a person, or a loop and the role in it. */
-function describeActor(): string {
-  const loop = readEnv("AUTOMATON_LOOP");
-  const role = readEnv("AUTOMATON_ROLE");
-  if (loop === undefined && role === undefined) return "person";
-  return `loop:${loop ?? "?"}${role === undefined ? "" : `/${role}`}`;
-}
-
 /** How long ago something was, in the largest fitting unit. */
-export function describeAge(milliseconds: number): string {
+function describeAge(milliseconds: number): string {
   const minutes = Math.floor(milliseconds / 60_000);
   if (minutes < 1) return "just now";
   if (minutes < 120) return `${minutes} min ago`;
@@ -1127,37 +1188,71 @@ export function describeAge(milliseconds: number): string {
 }
 
 /** Lays out rows as columns as wide as their widest cell. */
-export function renderTable(rows: readonly (readonly string[])[]): string {
+function renderTable(rows: readonly (readonly string[])[]): string {
   const widths: number[] = [];
   for (const row of rows) {
     row.forEach((cell, index) => widths[index] = Math.max(widths[index] ?? 0, cell.length));
   }
-  return rows.map((row) =>
-    row.map((cell, i) => cell.padEnd(widths[i]!)).join("  ").trimEnd() + "\n"
-  )
-    .join("");
+  const renderRow = (row: readonly string[]) =>
+    row.map((cell, index) => cell.padEnd(widths[index]!)).join("  ").trimEnd();
+  return rows.map(renderRow).join("\n");
+}
+
+/** A path below a folder, with `/`; null when it lies elsewhere. */
+function pathBelow(folder: string, path: string): string | null {
+  const inner = relative(folder, path);
+  if (inner === ".." || /^\.\.[/\\]/.test(inner) || isAbsolute(inner)) return null;
+  return inner.replaceAll("\\", "/");
+}
+
+function describeStatus(state: LoopState): string {
+  return state.status === "halted" ? `halted (${state.halt_reason ?? "unknown"})` : state.status;
+}
+
+/** What a person does about a loop that does not run. */
+function hintForStandstill(name: string, { status }: LoopState): string {
+  if (status === "halted") return `status --loop-log ${name}, then status --approve --loop ${name}`;
+  if (status === "paused") return `status --resume-loop ${name}`;
+  return `status --loop-log ${name} shows what it did`;
 }
 
 // --- Parsing ---
 
+const isTime = (value: unknown): boolean => value !== null && isTimeOrNull(value);
+const isTaskStep = (step: unknown): boolean =>
+  isRecord(step) && isTime(step.at) && isTextOrNull(step.from) && isText(step.to) &&
+  isText(step.by) && isTextOrNull(step.reason);
+
 // deno-fmt-ignore -- a table: one row a line.
 const TASK_STATE_RULES: readonly FieldRule[] = [
-  ["name", "a task's name", isText, "required"],
+  ["name", "a task's name", (value) => value !== null && isNameOrNull(value), "required"],
   ["title", "a text", isText, "required"],
   ["phase", "a phase", isText, "required"],
   ["previous_phase", "a phase or null", isTextOrNull, "required"],
-  ["created_at", "a time", isText, "required"],
-  ["updated_at", "a time", isText, "required"],
-  ["approved_at", "a time or null", isTextOrNull, "required"],
+  ["created_at", "a time", isTime, "required"],
+  ["updated_at", "a time", isTime, "required"],
+  ["approved_at", "a time or null", isTimeOrNull, "required"],
   ["claimed_by", "a session or null", isTextOrNull, "required"],
   ["loop", "a loop's name or null", isNameOrNull, "required"],
-  ["history", "a list of steps, each with at, from, to, by and reason", isListOf((step) => isRecord(step) && isText(step.to) && isTextOrNull(step.from)), "required"],
+  ["history", "a list of steps, each with at, from, to, by and reason", isListOf(isTaskStep), "required"],
 ];
 
 /**
  * Parses the text of a task's `.state`. An unknown phase is a finding of the audit, not an error here.
  *
  * @throws {SyntaxError|TypeError|NewerSchemaError} Names the file and the field.
+ *
+ * @example
+ * ```ts
+ * import { parseTaskState } from "./status.ts";
+ * let message = "";
+ * try {
+ *   parseTaskState('{"schema_version": 1, "name": "../etc"}', "a/.state");
+ * } catch (error) {
+ *   message = (error as Error).message;
+ * }
+ * if (!message.includes("field name")) throw new Error(message);
+ * ```
  */
 export function parseTaskState(text: string, where: string): TaskState {
   const parsed = parseJsonText(text, where);
@@ -1167,43 +1262,33 @@ export function parseTaskState(text: string, where: string): TaskState {
 }
 
 /** What contradicts itself in a task's history; null when it is possible. */
-export function findImpossibleHistory(task: TaskState): string | null {
+function findImpossibleHistory(task: TaskState): string | null {
   let at: string | null = null;
-  for (const step of task.history) {
-    if (step.from !== at) return `a step leaves ${step.from} where the task was in ${at}`;
-    if (!isKnownPhase(step.to)) return `a step leads to the unknown phase "${step.to}"`;
-    const isForward = step.from !== null && isKnownPhase(step.from) &&
-      step.from !== WAITING_PHASE &&
-      step.to !== WAITING_PHASE &&
-      PHASES.indexOf(step.to as never) > PHASES.indexOf(step.from as never);
-    if (isForward && nextPhase(step.from!) !== step.to) {
-      return `a step leaps from ${step.from} to ${step.to}`;
+  for (const { from, to } of task.history) {
+    if (from !== at) return `a step leaves ${from} where the task was in ${at}`;
+    if (!isKnownPhase(to)) return `a step leads to the unknown phase "${to}"`;
+    const isInPipeline = from !== null && phaseIndex(from) >= 0;
+    if (isInPipeline && phaseIndex(to) > phaseIndex(from) + 1) {
+      return `a step leaps from ${from} to ${to}`;
     }
-    at = step.to;
+    at = to;
   }
   if (task.history.length > 0 && at !== task.phase) {
-    return `its history ends in ${at}, not ${task.phase}`;
+    return `its history ends in ${at}, not in ${task.phase}`;
   }
-  const index = PHASES.indexOf(task.phase as never);
-  if (index >= PHASES.indexOf("implement") && task.approved_at === null) {
+  if (phaseIndex(task.phase) >= phaseIndex("implement") && task.approved_at === null) {
     return `it is in ${task.phase} without a person's approval`;
   }
   return null;
 }
 
 /** The phases that a task has behind it, from the one it was created in. */
-function listPhasesBehind(task: TaskState): string[] {
-  const phase = task.phase === WAITING_PHASE ? task.previous_phase ?? "research" : task.phase;
+function listPhasesBehind(task: TaskState): readonly string[] {
+  const phase = task.phase === WAITING_PHASE ? task.previous_phase ?? "" : task.phase;
   const created = task.history[0]?.to ?? "research";
-  const [start, end] = [created, phase].map((name) => PHASES.indexOf(name as never));
-  return start! < 0 || end! < 0 ? [] : PHASES.slice(start, end);
+  const [start, end] = [phaseIndex(created), phaseIndex(phase)];
+  return start < 0 || end < 0 ? [] : PHASES.slice(start, end);
 }
-
-// --- Files ---
-
-const automatonDir = (project: string) => join(project, ".automaton");
-const tasksDir = (project: string) => join(automatonDir(project), "tasks");
-const loopsDir = (project: string) => join(automatonDir(project), "loops");
 
 function checkName(kind: string, name: string): string {
   if (NAME_PATTERN.test(name)) return name;
@@ -1212,13 +1297,64 @@ function checkName(kind: string, name: string): string {
   );
 }
 
-/** True when a document is there and holds more than white space. */
-function hasDocument(taskDir: string, document: string): boolean {
+function optionalText({ given }: Invocation, name: string): string | null {
+  const value = given.get(name);
+  return typeof value === "string" ? value : null;
+}
+
+function readText(invocation: Invocation, name: string): string {
+  const value = optionalText(invocation, name);
+  if (value === null) throw new UsageError(`Cannot run without flag "--${name}": it is missing`);
+  return value;
+}
+
+/** A free text that ends up in a state file: one line, of a length that fits a screen. */
+function optionalLine(invocation: Invocation, name: string): string | null {
+  const value = optionalText(invocation, name);
+  // deno-lint-ignore no-control-regex -- control characters are what is looked for.
+  if (value !== null && (/[\u0000-\u001f\u007f-\u009f]/.test(value) || value.length > 2000)) {
+    throw new UsageError(
+      `Cannot use flag "--${name}": it must be one line of at most 2000 characters`,
+    );
+  }
+  return value;
+}
+
+/** A word that must be one of a list. */
+function checkWord<T extends string>(flag: string, word: string, known: readonly T[]): T {
+  const found = known.find((each) => each === word);
+  if (found !== undefined) return found;
+  const nearest = findNearest(word, known);
+  const advice = nearest === null ? "" : ` (did you mean ${nearest}?)`;
+  throw new UsageError(
+    `Cannot use "${word}" for flag "--${flag}": it is none of ${known.join(", ")}${advice}`,
+  );
+}
+
+// --- Files and processes ---
+
+const automatonDir = (project: string) => join(project, ".automaton");
+const tasksDir = (project: string) => join(automatonDir(project), "tasks");
+const loopsDir = (project: string) => join(automatonDir(project), "loops");
+const pauseRequestPath = (dir: string) => join(dir, "pause.request");
+
+/** Who acts: a person, or a loop and the role in it. */
+function describeActor(): string {
+  const loop = readEnv("AUTOMATON_LOOP");
+  const role = readEnv("AUTOMATON_ROLE");
+  if (loop === undefined && role === undefined) return "person";
+  return `loop:${loop ?? "?"}${role === undefined ? "" : `/${role}`}`;
+}
+
+/** True when a document is there and holds more than white space (or the NULs of a power loss). */
+function isDocumentWritten(path: string): boolean {
   try {
-    return Deno.statSync(join(taskDir, document)).size > 0 &&
-      Deno.readTextFileSync(join(taskDir, document)).trim() !== "";
+    const { isFile, size } = Deno.statSync(path);
+    if (!isFile || size === 0) return false;
+    // No blank page is that long, and reading it whole would cost memory.
+    return size > 65_536 || /[^\s\0]/.test(Deno.readTextFileSync(path));
   } catch {
-    return false; // Missing or not a file: there is no document.
+    return false; // Missing or out of reach: there is no document.
   }
 }
 
@@ -1226,39 +1362,72 @@ function hasDocument(taskDir: string, document: string): boolean {
  * Reads a state file that its caller has locked and is about to change. A damaged one is kept as
  * `<file>.bad-<time>` and its `.bak` takes its place.
  *
+ * @returns The state, and what was wrong with the file where it was restored.
  * @throws {RefusedError} Where there is no file, or a newer edition wrote it.
  * @throws {StateLostError} Where neither can be read; nothing was changed.
  */
 function loadState<T>(
   path: string,
   parse: (text: string, where: string) => T,
-): { state: T; restored: string | null } {
-  const text = readTextIfPresent(path);
-  if (text === null) throw new RefusedError(`Cannot open "${path}": no such file (untracked)`);
+): { state: T; problem: string | null } {
   try {
-    return { state: parse(text, path), restored: null };
+    return { state: readState(path, parse), problem: null };
   } catch (error) {
-    if (error instanceof NewerSchemaError) {
-      throw new RefusedError(error.message, "update Automaton");
-    }
-    const problem = (error as Error).message;
-    const copy = readTextIfPresent(`${path}.bak`);
+    if (!(error instanceof SyntaxError || error instanceof TypeError)) throw error;
+    const copy = readTextIfPresent(`${path}.bak`) ?? "";
     let state: T;
     try {
-      state = parse(copy ?? "", `${path}.bak`);
-    } catch {
-      throw new StateLostError(problem); // The copy's own damage adds nothing to what is to do.
+      state = parse(copy, `${path}.bak`);
+    } catch (copyError) {
+      if (copyError instanceof NewerSchemaError) throw copyError;
+      throw new StateLostError(error.message); // What is wrong with the copy adds nothing to do.
     }
     keepDamaged(path);
-    writeFileAtomic(path, copy!);
-    return { state, restored: problem };
+    writeFileAtomic(path, copy);
+    console.error(`warning: ${error.message}; restored from ${path}.bak`);
+    return { state, problem: error.message };
   }
+}
+
+/** Reads a state file as it is, without repairing anything. */
+function readState<T>(path: string, parse: (text: string, where: string) => T): T {
+  const text = readTextIfPresent(path);
+  if (text !== null) return parse(text, path);
+  throw new RefusedError(`Cannot open "${path}": no such file (untracked)`, "status --audit");
 }
 
 /** Copies a damaged state file aside before anything takes its place. */
 function keepDamaged(path: string): void {
   const stamp = new Date().toISOString().replace(/[-:.]/g, "");
   Deno.copyFileSync(path, `${path}.bad-${stamp}`);
+}
+
+function removeIfPresent(path: string): void {
+  try {
+    Deno.removeSync(path);
+  } catch (error) {
+    if (!(error instanceof Deno.errors.NotFound)) throw error;
+  }
+}
+
+/** The names in a folder that lead to folders, sorted; none when it is missing. */
+function listFolders(path: string): string[] {
+  try {
+    const entries = [...Deno.readDirSync(path)];
+    return entries
+      .filter(({ name, isDirectory: isFolder, isSymlink }) =>
+        isFolder || (isSymlink && isDirectory(join(path, name)))
+      )
+      .map(({ name }) => name)
+      .sort();
+  } catch (error) {
+    if (error instanceof Deno.errors.NotFound) return [];
+    throw error;
+  }
+}
+
+function listNames(path: string): string[] {
+  return [...Deno.readDirSync(path)].map(({ name }) => name);
 }
 
 /** A task's folder, in tasks/ or in tasks/complete/; null when there is none. */
@@ -1268,25 +1437,34 @@ function findTaskDir(project: string, name: string): string | null {
   return candidates.find(isDirectory) ?? null;
 }
 
-/** Reads a task without its lock. */
-function readTask(project: string, name: string): { dir: string; task: TaskState } {
-  checkName("task", name);
-  const dir = findTaskDir(project, name);
+/** The folder of a tracked task; its state may be damaged. */
+function requireTaskDir(project: string, name: string): string {
+  const dir = findTaskDir(project, checkName("task", name));
   if (dir === null) {
     throw new RefusedError(
       `Cannot open task "${name}": there is none in ${tasksDir(project)}`,
       `status --create-task ${name}`,
     );
   }
-  const path = join(dir, ".state");
-  const text = readTextIfPresent(path);
-  if (text === null) {
-    throw new RefusedError(
-      `Cannot use task "${name}": it has no .state (untracked)`,
-      `move ${dir} aside, run status --create-task ${name}, and move its documents back`,
-    );
+  if (existsSync(join(dir, ".state"))) return dir;
+  throw new RefusedError(
+    `Cannot use task "${name}": it has no .state (untracked)`,
+    `move ${dir} aside, run status --create-task ${name}, and move its documents back`,
+  );
+}
+
+/** Reads a task without its lock. */
+function readTask(project: string, name: string): { dir: string; task: TaskState } {
+  const dir = requireTaskDir(project, name);
+  return { dir, task: readState(join(dir, ".state"), parseTaskState) };
+}
+
+function readTaskOrNull(project: string, name: string): TaskState | null {
+  try {
+    return readTask(project, name).task;
+  } catch {
+    return null; // The audit tells what is wrong with it.
   }
-  return { dir, task: parseTaskState(text, path) };
 }
 
 /**
@@ -1299,56 +1477,81 @@ async function updateTask(
   name: string,
   change: (task: TaskState, dir: string) => void,
 ): Promise<{ dir: string; task: TaskState }> {
-  const { dir } = readTaskDir(project, name);
-  const lock = await acquireLock(join(dir, ".state.lock"), DEFAULT_LOCK_TIMEOUT_S * 1000);
-  if (lock === null) throw new RefusedError(`Cannot lock task "${name}": another command holds it`);
+  const { dir, lock } = await lockTask(project, name);
   try {
     const path = join(dir, ".state");
-    const { state: task, restored } = loadState(path, parseTaskState);
-    if (restored !== null) console.error(`warning: ${restored}; restored from ${path}.bak`);
+    const { state: task } = loadState(path, parseTaskState);
     change(task, dir);
+    const place = findPlace(project, task, dir);
     task.updated_at = new Date().toISOString();
     saveState(path, task);
-    return { dir: moveToItsPlace(project, task, dir), task };
+    if (place !== dir) moveFolder(dir, place);
+    return { dir: place, task };
+  } catch (error) {
+    if (!(error instanceof StateLostError)) throw error;
+    throw new RefusedError(error.message, `repair ${join(dir, ".state")} by hand, or remove it`);
   } finally {
     lock.close();
   }
 }
 
-/** The folder of a tracked task; its state may be damaged. */
-function readTaskDir(project: string, name: string): { dir: string } {
-  const dir = findTaskDir(project, checkName("task", name));
-  if (dir !== null && existsSync(join(dir, ".state"))) return { dir };
-  return readTask(project, name);
+/** Locks a task where it is: another command may move its folder while this one waits. */
+async function lockTask(
+  project: string,
+  name: string,
+): Promise<{ dir: string; lock: Deno.FsFile }> {
+  while (true) {
+    const dir = requireTaskDir(project, name);
+    try {
+      const lock = await acquireLock(join(dir, ".state.lock"), DEFAULT_LOCK_TIMEOUT_S * 1000);
+      if (lock !== null) return { dir, lock };
+    } catch (error) {
+      if (error instanceof Deno.errors.NotFound) continue;
+      throw error;
+    }
+    throw new RefusedError(
+      `Cannot lock task "${name}": another command has held it for ${DEFAULT_LOCK_TIMEOUT_S} s`,
+      "find out which, or try again",
+    );
+  }
 }
 
-/** Finished tasks live in tasks/complete/, all others in tasks/. */
-function moveToItsPlace(project: string, task: TaskState, dir: string): string {
-  const parent = task.phase === "complete"
-    ? join(tasksDir(project), "complete")
-    : tasksDir(project);
-  const place = join(parent, task.name);
-  if (resolve(dir) === resolve(place)) return dir;
-  ensureDirSync(parent);
-  Deno.renameSync(dir, place);
-  syncDirectory(parent);
+/** Where a task belongs: finished ones in tasks/complete/, all others in tasks/. */
+function findPlace(project: string, { phase }: TaskState, dir: string): string {
+  const parent = phase === "complete" ? join(tasksDir(project), "complete") : tasksDir(project);
+  const place = join(parent, basename(dir));
+  if (place !== dir && existsSync(place)) {
+    throw new RefusedError(`Cannot move "${dir}": ${place} exists`, "move one of them aside");
+  }
   return place;
 }
 
-/** The names of the folders in a folder; none when it is missing. */
-function listFolders(path: string): string[] {
+function moveFolder(from: string, to: string): void {
+  ensureDirSync(dirname(to));
+  Deno.renameSync(from, to);
+  syncDirectory(dirname(to));
+  syncDirectory(dirname(from));
+}
+
+/** Makes a folder that appears with its content or not at all; a second maker loses the race. */
+function createFolderWhole(place: string, fill: (dir: string) => void): void {
+  ensureDirSync(dirname(place));
+  const making = Deno.makeTempDirSync({ dir: dirname(place), prefix: `.${basename(place)}.` });
   try {
-    return [...Deno.readDirSync(path)].filter((entry) => entry.isDirectory).map((e) => e.name)
-      .sort();
+    if (Deno.build.os !== "windows") Deno.chmodSync(making, 0o755);
+    fill(making);
+    moveFolder(making, place);
   } catch (error) {
-    if (error instanceof Deno.errors.NotFound) return [];
-    throw error;
+    Deno.removeSync(making, { recursive: true });
+    if (!existsSync(place)) throw error;
+    throw new RefusedError(`Cannot create "${place}": another command just did`, "status --audit");
   }
 }
 
 /** A loop's folder counts as one when it holds a state or a configuration (not only old logs). */
 function isLoopDir(dir: string): boolean {
-  return existsSync(join(dir, ".state.loop")) || existsSync(join(dir, "loop.json"));
+  return isDirectory(dir) &&
+    (existsSync(join(dir, ".state.loop")) || existsSync(join(dir, "loop.json")));
 }
 
 function findLoopDir(project: string, name: string): string {
@@ -1360,13 +1563,17 @@ function findLoopDir(project: string, name: string): string {
   );
 }
 
+const readLoopState = (dir: string): LoopState =>
+  readState(join(dir, ".state.loop"), parseLoopState);
+
+const saveLoopState = (dir: string, state: LoopState): void =>
+  saveState(join(dir, ".state.loop"), state);
+
 /** Looks at a loop without its lock and without repairing anything. */
 function viewLoop(project: string, name: string): LoopView {
   const dir = join(loopsDir(project), name);
   try {
-    const text = readTextIfPresent(join(dir, ".state.loop"));
-    if (text === null) return { name, dir, state: null, problem: "no .state.loop (untracked)" };
-    return { name, dir, state: parseLoopState(text, join(dir, ".state.loop")) };
+    return { name, dir, state: readLoopState(dir) };
   } catch (error) {
     return { name, dir, state: null, problem: (error as Error).message };
   }
@@ -1378,11 +1585,22 @@ function listLoops(project: string): LoopView[] {
     .map((name) => viewLoop(project, name));
 }
 
-function readLoopConfig(dir: string): { config: LoopConfig; warnings: string[] } {
+/** The halted loop that owns a task or has it as its current one; null where there is none. */
+function findHaltedOwner(project: string, task: TaskState): string | null {
+  const owner = listLoops(project).find(({ name, state }) =>
+    state?.status === "halted" && (task.loop === name || state.current_task === task.name)
+  );
+  return owner?.name ?? null;
+}
+
+function readLoopConfig(dir: string): LoopConfig {
   const path = join(dir, "loop.json");
   const text = readTextIfPresent(path);
-  if (text === null) throw new RefusedError(`Cannot open "${path}": no such file`);
-  return parseLoopConfig(text, path);
+  if (text !== null) return parseLoopConfig(text, path).config;
+  throw new RefusedError(
+    `Cannot open "${path}": no such file`,
+    `copy one from a template, or status --remove-loop ${basename(dir)}`,
+  );
 }
 
 /** Appends to a loop's log; a log that cannot be written must not stop a brake. */
@@ -1390,14 +1608,13 @@ function logEvent(
   dir: string,
   level: "INFO" | "WARNING" | "ERROR",
   event: string,
-  fields: Record<string, unknown> = {},
+  fields: Readonly<Record<string, unknown>> = {},
 ): void {
   try {
     appendLog(dir, level, event, { by: describeActor(), ...fields });
   } catch (error) {
-    console.error(
-      `warning: Cannot write "${join(dir, ".state.log")}": ${(error as Error).message}`,
-    );
+    const problem = (error as Error).message;
+    console.error(`warning: Cannot write "${join(dir, ".state.log")}": ${problem}`);
   }
 }
 
@@ -1418,8 +1635,8 @@ async function withLoopLock<T>(
   const lock = await acquireLock(path, (timeoutS ?? DEFAULT_LOCK_TIMEOUT_S) * 1000);
   if (lock === null) {
     throw new RefusedError(
-      `Cannot lock loop "${name}": ${describeHolder(path)}`,
-      `wait for the tick to end, or end it with status --pause-loop ${name} --now`,
+      `Cannot lock loop "${name}": ${await describeHolder(path)}`,
+      `wait for its end, or end a tick with status --pause-loop ${name} --now`,
     );
   }
   try {
@@ -1429,28 +1646,28 @@ async function withLoopLock<T>(
   }
 }
 
-function describeHolder(lockPath: string): string {
+/** Who holds a lock; the note in it may be that of an earlier tick. */
+async function describeHolder(lockPath: string): Promise<string> {
   const note = readLockNote(lockPath);
-  if (note === null) return "another command holds it";
+  const isHere = note?.host === Deno.hostname();
+  const probe = ["sh", "-c", 'kill -0 "$1" 2>/dev/null', "sh", `${note?.pid}`];
+  const isOver = note === null || (isHere && (await runCommand(probe)).code !== 0);
+  if (isOver) return "another command holds it";
   return `a tick (process ${note.pid} on ${note.host}) holds it since ${note.started_at}`;
 }
 
 /** Reads a loop's state to change it; one that is lost halts the loop for a person to look at. */
 function loadLoopState(dir: string): LoopState {
-  const path = join(dir, ".state.loop");
   try {
-    const { state, restored } = loadState(path, parseLoopState);
-    if (restored !== null) {
-      logEvent(dir, "ERROR", "STATE_RESTORED", { message: restored });
-      console.error(`warning: ${restored}; restored from ${path}.bak`);
-    }
+    const { state, problem } = loadState(join(dir, ".state.loop"), parseLoopState);
+    if (problem !== null) logEvent(dir, "ERROR", "STATE_RESTORED", { message: problem });
     return state;
   } catch (error) {
     if (!(error instanceof StateLostError)) throw error;
-    keepDamaged(path);
+    keepDamaged(join(dir, ".state.loop"));
     const state = rebuildLoopState(dir);
-    saveState(path, state);
-    logEvent(dir, "ERROR", "HALTED", { halt_reason: "human_intervention", detail: error.message });
+    saveLoopState(dir, state);
+    logEvent(dir, "ERROR", "HALTED", { halt_reason: state.halt_reason, detail: error.message });
     console.error(`warning: ${error.message}; the loop is halted for a person to look at`);
     return state;
   }
@@ -1459,16 +1676,20 @@ function loadLoopState(dir: string): LoopState {
 /** A halted state in the place of a lost one; counters go on from the log, never from zero. */
 function rebuildLoopState(dir: string): LoopState {
   const state = makeLoopState(basename(dir));
-  for (const suffix of [".3", ".2", ".1", ""]) {
-    const text = readTextIfPresent(join(dir, `.state.log${suffix}`)) ?? "";
+  for (const path of listLogs(dir)) {
+    const text = readTextIfPresent(path) ?? "";
     for (const [, key, digits] of text.matchAll(/"(iteration_count|resumed_count)":(\d{1,9})/g)) {
       const field = key as "iteration_count" | "resumed_count";
       state[field] = Math.max(state[field], Number(digits));
     }
   }
-  state.status = "halted";
-  state.halt_reason = "human_intervention";
-  return state;
+  return { ...state, status: "halted", halt_reason: "human_intervention" };
+}
+
+/** A loop's log files, the newest first. */
+function listLogs(dir: string): string[] {
+  return ["", ".1", ".2", ".3"].map((suffix) => join(dir, `.state.log${suffix}`))
+    .filter((path) => existsSync(path));
 }
 
 function makeLoopState(name: string): LoopState {
@@ -1488,21 +1709,77 @@ function makeLoopState(name: string): LoopState {
   };
 }
 
-/** The real path of a file that need not exist: its nearest existing ancestor's, and the rest. */
+/** Halts a loop: state and log line; a halt that was there already keeps its reason. */
+function haltLoop(dir: string, state: LoopState, { haltReason, detail }: GateTrip): void {
+  if (state.status === "halted") return;
+  state.status = "halted";
+  state.halt_reason = haltReason;
+  saveLoopState(dir, state);
+  const { iteration_count, resumed_count } = state;
+  const fields = { halt_reason: haltReason, detail, iteration_count, resumed_count };
+  logEvent(dir, "WARNING", "HALTED", fields);
+}
+
+/** Turns a pause request into the paused state; only for a running loop, under its lock. */
+function honourPauseRequest(dir: string, state: LoopState): void {
+  if (state.status !== "running" || !existsSync(pauseRequestPath(dir))) return;
+  state.status = "paused";
+  saveLoopState(dir, state);
+  removeIfPresent(pauseRequestPath(dir));
+  logEvent(dir, "INFO", "PAUSED", { iteration_count: state.iteration_count });
+}
+
+/** When a loop last woke, worked or not: the time of the note in its lock file, else of its last tick. */
+function lastWake({ dir, state }: LoopView): number | null {
+  const path = join(dir, ".state.lock");
+  const woken = readLockNote(path) === null ? 0 : Deno.statSync(path).mtime?.getTime() ?? 0;
+  const latest = Math.max(woken, Date.parse(state?.last_tick_at ?? EPOCH));
+  return latest > 0 ? latest : null;
+}
+
+/** Dollars of cost.json that count; best effort, since a harness writes the file as it likes. */
+function readSpentUsd(dir: string): number | null {
+  const path = join(dir, "cost.json");
+  try {
+    const text = readTextIfPresent(path);
+    if (text === null) return null;
+    const cost = parseJsonText(text, path);
+    checkFields(cost, COST_RULES, path);
+    return cost.local === true ? null : cost.total_usd as number;
+  } catch (error) {
+    console.error(`warning: ${(error as Error).message}; no cost is counted`);
+    return null;
+  }
+}
+
+// deno-fmt-ignore -- a table: one row a line.
+const COST_RULES: readonly FieldRule[] = [
+  ["total_usd", "a number from 0", isNumberFrom(0), "required"],
+  ["local", "true or false", (value) => typeof value === "boolean"],
+];
+
+/**
+ * The real path of a file that need not exist: its nearest existing ancestor's, and the rest.
+ *
+ * @throws {RefusedError} For a link that leads nowhere, or a folder that may not be looked into.
+ */
 function resolveRealPath(path: string): string {
   const rest: string[] = [];
   for (let at = resolve(path);; at = dirname(at)) {
     try {
       return join(Deno.realPathSync(at), ...rest);
     } catch (error) {
-      if (isBrokenLink(at)) throw new RefusedError(`Cannot follow "${at}": the link leads nowhere`);
-      if (dirname(at) === at) throw error;
+      const isMissing = error instanceof Deno.errors.NotFound ||
+        error instanceof Deno.errors.NotADirectory;
+      if (!isMissing || isLink(at)) {
+        throw new RefusedError(`Cannot follow "${at}": ${(error as Error).message}`, "look at it");
+      }
       rest.unshift(basename(at));
     }
   }
 }
 
-function isBrokenLink(path: string): boolean {
+function isLink(path: string): boolean {
   try {
     return Deno.lstatSync(path).isSymlink;
   } catch {
@@ -1510,616 +1787,94 @@ function isBrokenLink(path: string): boolean {
   }
 }
 
-/** A path below a folder, with `/`; null when it lies elsewhere. */
-function pathBelow(folder: string, path: string): string | null {
-  const inner = relative(folder, path);
-  if (inner === ".." || /^\.\.[/\\]/.test(inner) || isAbsolute(inner)) return null;
-  return inner.replaceAll("\\", "/");
-}
-
-// --- Git ---
-
 async function readGit(cwd: string, args: readonly string[]): Promise<Uint8Array> {
   const { code, stdout, stderr } = await runGit(cwd, args);
   if (code === 0) return stdout;
-  throw new RefusedError(`Cannot run git ${args[0]} in "${cwd}": ${stderr || `exit code ${code}`}`);
+  throw new RefusedError(
+    `Cannot run git ${args[0]} in "${cwd}": ${stderr || `exit code ${code}`}`,
+    `run git status in "${cwd}"`,
+  );
 }
 
-/** True when a folder is the top of its own git checkout, not merely inside of another. */
+/** The first line that a git command prints; null when it fails. */
+async function readGitLine(cwd: string, args: readonly string[]): Promise<string | null> {
+  const { code, stdout } = await runGit(cwd, args);
+  return code === 0 ? new TextDecoder().decode(stdout).split(/\r?\n/)[0]! : null;
+}
+
+/**
+ * True when a folder is the top of its own git checkout, not merely inside of another.
+ *
+ * @throws {RefusedError} Where git cannot tell: a brake must not pass because git did not run.
+ */
 async function isCheckout(path: string): Promise<boolean> {
   if (!isDirectory(path)) return false;
-  const { code, stdout } = await runGit(path, ["rev-parse", "--show-toplevel"]);
+  const { code, stdout, stderr } = await runGit(path, ["rev-parse", "--show-toplevel"]);
+  if (code !== 0) {
+    if (/not a git repository/i.test(stderr)) return false;
+    throw new RefusedError(`Cannot run git in "${path}": ${stderr}`, `run git status in "${path}"`);
+  }
   const top = new TextDecoder().decode(stdout).replace(/\r?\n$/, "");
-  return code === 0 && isDirectory(top) && Deno.realPathSync(top) === Deno.realPathSync(path);
+  return isDirectory(top) && Deno.realPathSync(top) === Deno.realPathSync(path);
 }
 
 /** Changed in a checkout and not committed: staged, unstaged and untracked, both names of a rename. */
 async function listUncommitted(checkout: string): Promise<string[]> {
-  const flags = [
-    "--porcelain",
-    "-z",
-    "--no-renames",
-    "--untracked-files=all",
-    "--ignore-submodules=none",
-  ];
-  const entries = splitNul(await readGit(checkout, ["status", ...flags]));
-  return entries.map((entry) => entry.slice(3).replace(/\/$/, ""));
+  const flags = ["--no-renames", "--untracked-files=all", "--ignore-submodules=none"];
+  const output = await readGit(checkout, ["status", "--porcelain", "-z", ...flags]);
+  return splitNul(output).map((entry) => entry.slice(3).replace(/\/$/, ""));
 }
 
 /** Everything a loop has changed in its worktree, committed or not, since it left the base. */
-async function listChangedFiles(worktree: string, state: LoopState): Promise<string[]> {
+async function listChangedFiles(
+  project: string,
+  worktree: string,
+  state: LoopState,
+): Promise<string[]> {
   const changed = new Set(await listUncommitted(worktree));
-  const base = await findBase(worktree, state);
+  const base = await findBase(project, worktree, state);
   if (base !== null) {
     const flags = ["--name-only", "-z", "--no-renames", "--ignore-submodules=none"];
-    for (const path of splitNul(await readGit(worktree, ["diff", ...flags, base, "HEAD"]))) {
-      changed.add(path);
-    }
+    const output = await readGit(worktree, ["diff", ...flags, base, "HEAD"]);
+    for (const path of splitNul(output)) changed.add(path);
   }
   return [...changed].sort();
 }
 
 /**
  * The commit that a loop's own commits start from: where its branch left the base branch (so that
- * merging the base in later is no drift), else the commit recorded when the worktree was made.
+ * merging the base in later is no drift), else the commit recorded when the worktree was made, else
+ * where it left what the project has checked out. Null before the first commit.
  */
-async function findBase(worktree: string, state: LoopState): Promise<string | null> {
-  const { base_branch: branch, base_commit: commit } = state;
-  if (typeof branch === "string" && typeof commit === "string") {
-    const isOnBranch = await runGit(worktree, ["merge-base", "--is-ancestor", commit, branch]);
-    const merged = await runGit(worktree, ["merge-base", branch, "HEAD"]);
-    if (isOnBranch.code === 0 && merged.code === 0) {
-      return new TextDecoder().decode(merged.stdout).trim();
-    }
-  }
-  return commit ?? null;
+async function findBase(
+  project: string,
+  worktree: string,
+  { base_branch: branch, base_commit: commit }: LoopState,
+): Promise<string | null> {
+  const isRewritten = typeof branch === "string" && typeof commit === "string" &&
+    await readGitLine(worktree, ["merge-base", "--is-ancestor", commit, branch]) === null;
+  const start = isRewritten
+    ? commit
+    : branch ?? commit ?? await readGitLine(project, ["rev-parse", "--verify", "HEAD"]);
+  if (start === null) return null;
+  return await readGitLine(worktree, ["merge-base", start, "HEAD"]) ?? commit ?? null;
 }
 
 /** The files that a loop changed outside its scope; none where it has no worktree to look at. */
-async function listOutOfScope(state: LoopState, config: LoopConfig): Promise<string[]> {
-  const worktree = state.worktree_path;
-  if (worktree === null || !(await isCheckout(worktree))) return [];
-  const files = await listChangedFiles(worktree, state);
-  return files.filter((path) => !isInScope(path, config.blast_radius?.file_scope));
-}
-
-// --- Gate ---
-
-/** What the gate looks at; read once, under the loop's lock. */
-interface GateSubject {
-  readonly invocation: Invocation;
-  readonly dir: string;
-  readonly state: LoopState;
-  readonly config: LoopConfig;
-  readonly taskName: string | null;
-  readonly task: TaskState | null;
-  /** Non-local dollars spent; null where the harness reports none. */
-  readonly spentUsd: number | null;
-  /** Filled by the drift check. */
-  readonly outOfScope: string[];
-}
-
-type GateCheck = (subject: GateSubject) => GateTrip | null | Promise<GateTrip | null>;
-
-function checkIterations({ state, config }: GateSubject): GateTrip | null {
-  const used = state.iteration_count - (state.iteration_base ?? 0);
-  const allowed = config.brakes?.max_iterations ?? LOOP_DEFAULTS.maxIterations;
-  if (used < allowed) return null;
-  return {
-    haltReason: "iterations_exhausted",
-    detail: `${used} of ${countWords(allowed, "iteration")} used`,
-  };
-}
-
-function checkBudget({ config, spentUsd }: GateSubject): GateTrip | null {
-  const allowed = config.brakes?.max_budget_usd ?? null;
-  if (allowed === null || spentUsd === null || spentUsd < allowed) return null;
-  return { haltReason: "budget_exhausted", detail: `${spentUsd} of ${allowed} USD spent` };
-}
-
-function checkTaskPhase({ config, taskName, task }: GateSubject): GateTrip | null {
-  if (taskName === null) return null;
-  if (task === null) {
-    return { haltReason: "human_intervention", detail: `task ${taskName} cannot be read` };
-  }
-  const allowed = config.allowed_phases ?? LOOP_DEFAULTS.allowedPhases;
-  if (allowed.includes(task.phase)) return null;
-  const detail = `task ${taskName} is in ${task.phase}, where this loop may not work`;
-  return { haltReason: "human_intervention", detail };
-}
-
-async function checkDrift({ state, config, outOfScope }: GateSubject): Promise<GateTrip | null> {
-  outOfScope.push(...await listOutOfScope(state, config));
-  if (outOfScope.length === 0) return null;
-  const listed = outOfScope.slice(0, 5).map((path) => JSON.stringify(path)).join(", ");
-  const more = outOfScope.length > 5 ? ` and ${outOfScope.length - 5} more` : "";
-  return {
-    haltReason: "drift_detected",
-    detail: `changed outside the file scope: ${listed}${more}`,
-  };
-}
-
-function checkPlateau({ state, config }: GateSubject): GateTrip | null {
-  const window = config.brakes?.score_plateau_window ?? LOOP_DEFAULTS.plateauWindow;
-  if (!isPlateau(state.score_history, state.pass_history ?? [], window)) return null;
-  const scores = state.score_history.slice(-window).join(", ");
-  return {
-    haltReason: "verifier_failed",
-    detail: `no progress in ${window} ticks: scores ${scores}`,
-  };
-}
-
-function checkModels({ invocation, config }: GateSubject): GateTrip | null {
-  const file = readModels(invocation.project, invocation.framework);
-  if (file === null || Object.keys(file.models).length < 2) return null;
-  const [implement, verify] = (["implement", "verify"] as const)
-    .map((role) => config.roles?.[role]?.model ?? file.default);
-  const isConflict = implement === verify ||
-    (file.conflicts ?? []).some((pair) =>
-      pair.includes(implement ?? "") && pair.includes(verify ?? "")
-    );
-  if (!isConflict) return null;
-  const detail = `implement (${implement ?? "no model"}) and verify (${verify ?? "no model"}) ` +
-    "count as the same model";
-  return { haltReason: "human_intervention", detail };
-}
-
-/** The checks after the status, in the order in which they answer. */
-const GATE_CHECKS: readonly GateCheck[] = [
-  checkIterations,
-  checkBudget,
-  checkTaskPhase,
-  checkDrift,
-  checkPlateau,
-  checkModels,
-];
-
-/** Dollars of cost.json that count; best effort, since a harness writes the file as it likes. */
-function readSpentUsd(dir: string): number | null {
-  const path = join(dir, "cost.json");
-  try {
-    const cost: unknown = JSON.parse(readTextIfPresent(path) ?? "null");
-    if (!isRecord(cost) || cost.local === true) return null;
-    const total = cost.total_usd;
-    return typeof total === "number" && Number.isFinite(total) && total >= 0 ? total : null;
-  } catch (error) {
-    console.error(`warning: Cannot read "${path}": ${(error as Error).message}`);
-    return null;
-  }
-}
-
-function readTaskOrNull(project: string, name: string | null): TaskState | null {
-  if (name === null) return null;
-  try {
-    return readTask(project, name).task;
-  } catch {
-    return null; // The phase check says that it cannot be read.
-  }
-}
-
-/** Halts a loop: state and log line; a halt that was there already keeps its reason. */
-function haltLoop(dir: string, state: LoopState, trip: GateTrip): void {
-  if (state.status === "halted") return;
-  state.status = "halted";
-  state.halt_reason = trip.haltReason;
-  saveState(join(dir, ".state.loop"), state);
-  logEvent(dir, "WARNING", "HALTED", {
-    halt_reason: trip.haltReason,
-    detail: trip.detail,
-    iteration_count: state.iteration_count,
-    resumed_count: state.resumed_count,
-  });
-}
-
-const pauseRequestPath = (dir: string) => join(dir, "pause.request");
-
-function removeIfPresent(path: string): void {
-  try {
-    Deno.removeSync(path);
-  } catch (error) {
-    if (!(error instanceof Deno.errors.NotFound)) throw error;
-  }
-}
-
-/** Turns a pause request into the paused state; only for a running loop, under its lock. */
-function honourPauseRequest(dir: string, state: LoopState): void {
-  if (state.status !== "running" || !existsSync(pauseRequestPath(dir))) return;
-  state.status = "paused";
-  saveState(join(dir, ".state.loop"), state);
-  removeIfPresent(pauseRequestPath(dir));
-  logEvent(dir, "INFO", "PAUSED", { iteration_count: state.iteration_count });
-}
-
-/** Why a loop that is not running does not tick, in the gate's words. */
-function describeStandstill(state: LoopState): string {
-  return state.status === "halted" ? `halted:${state.halt_reason ?? "unknown"}` : state.status;
-}
-
-function hintForStandstill(state: LoopState): string {
-  if (state.status === "halted") {
-    return `status --loop-log ${state.name}, then status --approve --loop ${state.name}`;
-  }
-  if (state.status === "paused") return `status --resume-loop ${state.name}`;
-  return "the loop has done its work; status --create-loop makes another";
-}
-
-async function runGateCommand(invocation: Invocation): Promise<Answer> {
-  const name = readText(invocation, "check-gate");
-  const isDryRun = invocation.given.has("dry-run");
-  return await withLoopLock(invocation, name, async (dir) => {
-    const state = isDryRun ? peekState(dir) : loadLoopState(dir);
-    if (!isDryRun) honourPauseRequest(dir, state);
-    const { config } = readLoopConfig(dir);
-    const taskName = optionalText(invocation, "task") ?? state.current_task;
-    if (taskName !== null) checkName("task", taskName);
-    const subject: GateSubject = {
-      invocation,
-      dir,
-      state,
-      config,
-      taskName,
-      task: readTaskOrNull(invocation.project, taskName),
-      spentUsd: readSpentUsd(dir),
-      outOfScope: [],
-    };
-    const reason = await applyGate(subject, isDryRun);
-    return answerGate(subject, reason);
-  });
-}
-
-function peekState(dir: string): LoopState {
-  const path = join(dir, ".state.loop");
-  const text = readTextIfPresent(path);
-  if (text === null) throw new RefusedError(`Cannot open "${path}": no such file (untracked)`);
-  return parseLoopState(text, path);
-}
-
-/** @returns "ok", or why not; a brake that trips has halted the loop by then (not in a dry run). */
-async function applyGate(subject: GateSubject, isDryRun: boolean): Promise<string> {
-  const { dir, state } = subject;
-  if (state.status !== "running") return describeStandstill(state);
-  for (const check of GATE_CHECKS) {
-    const trip = await check(subject);
-    if (trip === null) continue;
-    if (isDryRun) [state.status, state.halt_reason] = ["halted", trip.haltReason];
-    else haltLoop(dir, state, trip);
-    return `halted:${trip.haltReason}`;
-  }
-  const notBefore = Date.parse(state.not_before ?? "");
-  return notBefore > Date.now() ? "backoff" : "ok";
-}
-
-function answerGate(subject: GateSubject, reason: string): Answer {
-  const { invocation, state, config, task, spentUsd } = subject;
-  const allowed = config.brakes?.max_iterations ?? LOOP_DEFAULTS.maxIterations;
-  const budget = config.brakes?.max_budget_usd ?? null;
-  const ok = reason === "ok";
-  const json = {
-    ok,
-    reason,
-    halt_reason: state.halt_reason,
-    remaining_iterations: Math.max(
-      0,
-      allowed - (state.iteration_count - (state.iteration_base ?? 0)),
-    ),
-    remaining_budget_usd: budget === null ? null : Math.max(0, budget - (spentUsd ?? 0)),
-    task_phase: task?.phase ?? null,
-    task_in_halt_loop: task !== null && isInHaltedLoop(invocation.project, task),
-    out_of_scope_files: subject.outOfScope,
-  };
-  if (ok) return { json, text: `ok: ${countWords(json.remaining_iterations, "iteration")} left` };
-  const hint = reason === "backoff"
-    ? `the loop may go on at ${state.not_before}`
-    : hintForStandstill(state);
-  return { json, text: `not ok: ${reason}`, hint };
-}
-
-/** True when the loop that owns a task, or has it as its current one, is halted. */
-function isInHaltedLoop(project: string, task: TaskState): boolean {
-  return listLoops(project).some(({ name, state }) =>
-    state?.status === "halted" && (task.loop === name || state.current_task === task.name)
-  );
-}
-
-// --- Audit ---
-
-type Finding = Omit<Violation, "resolved" | "task" | "loop"> & { task?: string; loop?: string };
-
-const SEVERITIES = ["high", "med", "low"] as const;
-
-/** Findings about one task folder. */
-function auditTask(dir: string, name: string, isInComplete: boolean, stalledMs: number): Finding[] {
-  const finding = (
-    category: Finding["category"],
-    severity: Finding["severity"],
-    message: string,
-  ) => ({
-    category,
-    severity,
-    message,
-    task: name,
-  });
-  let task: TaskState;
-  try {
-    const text = readTextIfPresent(join(dir, ".state"));
-    if (text === null) return [finding(1, "high", `task ${name} has no .state (untracked)`)];
-    task = parseTaskState(text, join(dir, ".state"));
-  } catch (error) {
-    return [finding(1, "high", (error as Error).message)];
-  }
-  if (!isKnownPhase(task.phase)) {
-    return [finding(1, "high", `task ${name} is in the unknown phase "${task.phase}"`)];
-  }
-  const findings: Finding[] = [];
-  const impossible = findImpossibleHistory(task);
-  if (impossible !== null) findings.push(finding(1, "high", `task ${name}: ${impossible}`));
-  for (const phase of listPhasesBehind(task)) {
-    const document = PHASE_DOCUMENTS[phase]!;
-    if (hasDocument(dir, document)) continue;
-    findings.push(finding(2, "high", `task ${name} has left ${phase} without ${document}`));
-  }
-  const isInWork = task.approved_at !== null || task.loop !== null || task.claimed_by !== null;
-  const isOpen = task.phase !== "complete" && task.phase !== WAITING_PHASE;
-  const idleMs = Date.now() - Date.parse(task.updated_at);
-  if (isOpen && isInWork && idleMs > stalledMs) {
-    const days = Math.floor(idleMs / DAY_MS);
-    findings.push(finding(3, "med", `task ${name} has not moved for ${countWords(days, "day")}`));
-  }
-  if (task.phase === "complete") {
-    for (const document of ["SPEC.md", "BUG_REPORT.md"]) {
-      const open = readTextIfPresent(join(dir, document))?.match(/^\s*[-*] \[ \]/gm)?.length ?? 0;
-      const words = `${countWords(open, "unchecked item")} in ${document}`;
-      if (open > 0) findings.push(finding(5, "med", `task ${name} is complete with ${words}`));
-    }
-  }
-  if ((task.phase === "complete") !== isInComplete) {
-    const words = isInComplete ? "lies in tasks/complete/ unfinished" : "is complete but not moved";
-    findings.push(finding(5, "med", `task ${name} ${words}`));
-  }
-  return findings;
-}
-
-/** Who owns which task, as the loops have it. */
-function auditOwnership(project: string, loops: readonly LoopView[]): Finding[] {
-  const owners = new Map<string, string[]>();
-  const findings: Finding[] = [];
-  for (const { name, state } of loops) {
-    if (state === null || state.current_task === null || state.status === "complete") continue;
-    owners.set(state.current_task, [...owners.get(state.current_task) ?? [], name]);
-    const task = readTaskOrNull(project, state.current_task);
-    if (task === null) continue;
-    if (
-      task.loop !== null && task.loop !== name && loops.some((other) => other.name === task.loop)
-    ) {
-      owners.set(task.name, [...owners.get(task.name) ?? [], task.loop]);
-    }
-    const allowed = readConfigOrNull(project, name)?.allowed_phases ?? LOOP_DEFAULTS.allowedPhases;
-    if (allowed.includes(task.phase)) continue;
-    const message = `loop ${name} has task ${task.name} in ${task.phase}, where it may not work`;
-    findings.push({ category: 4, severity: "high", task: task.name, loop: name, message });
-  }
-  for (const [task, claimants] of owners) {
-    const names = [...new Set(claimants)].sort();
-    if (names.length < 2) continue;
-    const message = `task ${task} is claimed by ${names.length} loops: ${names.join(", ")}`;
-    findings.push({ category: 4, severity: "high", task, message });
-  }
-  return findings;
-}
-
-function readConfigOrNull(project: string, name: string): LoopConfig | null {
-  try {
-    return readLoopConfig(join(loopsDir(project), name)).config;
-  } catch {
-    return null; // An invalid loop.json is a finding of its own (category 6).
-  }
-}
-
-/** When a loop last woke, worked or not: the time of its lock file, else of its last tick. */
-function lastWake(view: LoopView): number | null {
-  const ticked = Date.parse(view.state?.last_tick_at ?? EPOCH);
-  let woken = 0;
-  try {
-    woken = Deno.statSync(join(view.dir, ".state.lock")).mtime?.getTime() ?? 0;
-  } catch {
-    // No tick has locked this loop yet.
-  }
-  const latest = Math.max(
-    Number.isNaN(ticked) ? 0 : ticked,
-    readLockNote(join(view.dir, ".state.lock")) ? woken : 0,
-  );
-  return latest > 0 ? latest : null;
-}
-
-/** Findings about one loop: its state, its files, its scope. */
-async function auditLoop(view: LoopView): Promise<Finding[]> {
-  const { name, dir, state } = view;
-  const findings: Finding[] = [];
-  const add = (category: Finding["category"], severity: Finding["severity"], message: string) => {
-    findings.push({ category, severity, message, loop: name });
-  };
-  if (state === null) add(1, "high", `loop ${name}: ${view.problem}`);
-  let config: LoopConfig | null = null;
-  try {
-    config = readLoopConfig(dir).config;
-  } catch (error) {
-    add(6, "low", (error as Error).message);
-  }
-  if (state !== null && config !== null) {
-    for (const path of await listOutOfScopeOrNone(state, config)) {
-      add(4, "high", `loop ${name} changed ${JSON.stringify(path)} outside its file scope`);
-    }
-    const intervalMs = (config.schedule?.interval_seconds ?? LOOP_DEFAULTS.intervalSeconds) * 1000;
-    const wake = lastWake(view);
-    if (state.status === "running" && wake !== null && Date.now() - wake > 3 * intervalMs) {
-      add(
-        6,
-        "low",
-        `loop ${name} has not ticked for more than three intervals (${
-          describeAge(Date.now() - wake)
-        })`,
-      );
-    }
-  }
-  for (const worktree of listLeftoverWorktrees(view)) {
-    add(6, "low", `loop ${name} leaves the folder ${worktree} behind`);
-  }
-  const logBytes = fileSize(join(dir, ".state.log"));
-  if (logBytes > LOG_LIMIT_BYTES) {
-    add(6, "low", `loop ${name} has a log of ${logBytes} bytes, over the cap`);
-  }
-  return findings;
-}
-
-async function listOutOfScopeOrNone(state: LoopState, config: LoopConfig): Promise<string[]> {
-  try {
-    return await listOutOfScope(state, config);
-  } catch (error) {
-    console.error(`warning: ${(error as Error).message}`);
-    return [];
-  }
-}
-
-function fileSize(path: string): number {
-  try {
-    return Deno.statSync(path).size;
-  } catch {
-    return 0; // Nothing there takes no room.
-  }
-}
-
-/** Worktree folders that no running loop uses. */
-function listLeftoverWorktrees({ dir, state }: LoopView): string[] {
-  const isDone = state === null || state.status === "complete";
-  return listFolders(dir).filter((name) =>
-    name.startsWith("worktree.") || (isDone && name === "worktree")
-  );
-}
-
-/** One folder of tasks: what is wrong with it, and how many there are. */
-function auditTasks(
+async function listOutOfScope(
   project: string,
-  stalledMs: number,
-): { findings: Finding[]; total: number; untracked: number } {
-  const findings: Finding[] = [];
-  let [total, untracked] = [0, 0];
-  for (const parent of [tasksDir(project), join(tasksDir(project), "complete")]) {
-    const isInComplete = basename(parent) === "complete";
-    for (const name of listFolders(parent)) {
-      if (name.startsWith(".") || (!isInComplete && name === "complete")) continue;
-      total++;
-      const dir = join(parent, name);
-      if (!existsSync(join(dir, ".state"))) untracked++;
-      findings.push(...auditTask(dir, name, isInComplete, stalledMs));
-    }
-  }
-  return { findings, total, untracked };
+  state: LoopState,
+  config: LoopConfig,
+): Promise<string[]> {
+  const scope = config.blast_radius?.file_scope;
+  if (state.worktree_path === null || scope === undefined) return [];
+  const worktree = resolve(project, state.worktree_path);
+  if (!(await isCheckout(worktree))) return [];
+  const files = await listChangedFiles(project, worktree, state);
+  return files.filter((path) => !isInScope(path, scope));
 }
 
-async function runAudit(invocation: Invocation): Promise<Answer> {
-  const { project } = invocation;
-  const days = readWholeNumber(invocation.given, "stalled-days", { min: 1, max: 3650 });
-  const tasks = auditTasks(project, (days ?? DEFAULT_STALLED_DAYS) * DAY_MS);
-  const loops = listLoops(project);
-  const findings = [...tasks.findings, ...auditOwnership(project, loops)];
-  for (const view of loops) findings.push(...await auditLoop(view));
-  const violations: Violation[] = findings.map(({ category, severity, message, task, loop }) => ({
-    category,
-    severity,
-    task: task ?? null,
-    loop: loop ?? null,
-    message,
-    resolved: false,
-  }));
-  violations.sort(compareViolations);
-  const json = {
-    violations,
-    loops: loops.map(summarizeLoop),
-    total_tasks: tasks.total,
-    untracked_tasks: tasks.untracked,
-  };
-  return { json, text: renderAudit(violations, loops, tasks.total, tasks.untracked) };
-}
-
-function compareViolations(a: Violation, b: Violation): number {
-  const bySeverity = SEVERITIES.indexOf(a.severity) - SEVERITIES.indexOf(b.severity);
-  if (bySeverity !== 0) return bySeverity;
-  if (a.category !== b.category) return a.category - b.category;
-  const [left, right] = [`${a.task ?? ""} ${a.message}`, `${b.task ?? ""} ${b.message}`];
-  return left < right ? -1 : left > right ? 1 : 0;
-}
-
-function summarizeLoop({ name, state }: LoopView): Record<string, unknown> {
-  return {
-    name,
-    status: state?.status ?? null,
-    halt_reason: state?.halt_reason ?? null,
-    iteration_count: state?.iteration_count ?? null,
-    last_tick_at: state?.last_tick_at ?? null,
-    schedule: null,
-  };
-}
-
-const CATEGORY_TITLES: Readonly<Record<Violation["category"], string>> = {
-  1: "State",
-  2: "Documents",
-  3: "Stalled",
-  4: "Ownership and scope",
-  5: "Unfinished business",
-  6: "Housekeeping",
-};
-
-function renderAudit(
-  violations: readonly Violation[],
-  loops: readonly LoopView[],
-  total: number,
-  untracked: number,
-): string {
-  const lines = [
-    `${countWords(total, "task")} (${untracked} untracked), ${countWords(loops.length, "loop")}`,
-  ];
-  for (const [category, title] of Object.entries(CATEGORY_TITLES)) {
-    const own = violations.filter((violation) => violation.category === Number(category));
-    lines.push("", `${category} ${title}: ${own.length === 0 ? "nothing found" : own.length}`);
-    for (const { severity, message } of own) lines.push(`  ${severity.padEnd(4)}  ${message}`);
-  }
-  if (loops.length > 0) lines.push("", "Loops:");
-  for (const view of loops) {
-    lines.push(
-      `  ${view.name}: ${view.state === null ? view.problem : describeStatus(view.state)}`,
-    );
-  }
-  return lines.join("\n");
-}
-
-function describeStatus(state: LoopState): string {
-  return state.status === "halted" ? `halted (${state.halt_reason ?? "unknown"})` : state.status;
-}
-
-// --- Commands: tasks ---
-
-function optionalText(invocation: Invocation, name: string): string | null {
-  const value = invocation.given.get(name);
-  return typeof value === "string" ? value : null;
-}
-
-function readText(invocation: Invocation, name: string): string {
-  const value = optionalText(invocation, name);
-  if (value === null) throw new UsageError(`Cannot run without flag "--${name}": it is missing`);
-  return value;
-}
-
-/** A free text that ends up in a state file: one line, of a length that fits a screen. */
-function readLine(invocation: Invocation, name: string): string | null {
-  const value = optionalText(invocation, name);
-  // deno-lint-ignore no-control-regex -- control characters are what is looked for.
-  if (value !== null && (/[\u0000-\u001f\u007f]/.test(value) || value.length > 2000)) {
-    throw new UsageError(
-      `Cannot use flag "--${name}": it must be one line of at most 2000 characters`,
-    );
-  }
-  return value;
-}
+// --- Commands ---
 
 function runCreateTask(invocation: Invocation): Answer {
   const { project } = invocation;
@@ -2127,16 +1882,16 @@ function runCreateTask(invocation: Invocation): Answer {
   if (name === "complete") {
     throw new UsageError('Cannot use task name "complete": finished tasks live there');
   }
-  const phase = optionalText(invocation, "phase") ?? "research";
-  if (phase === "complete" || !(PHASES as readonly string[]).includes(phase)) {
-    throw new UsageError(
-      `Cannot use phase "${phase}": a task starts in one of ${PHASES.slice(0, -1).join(", ")}`,
-    );
-  }
+  const phase = checkWord(
+    "phase",
+    optionalText(invocation, "phase") ?? "research",
+    PHASES.filter((known) => known !== "complete"),
+  );
   const actor = describeActor();
   if (actor !== "person" && phase !== "research") {
     throw new RefusedError(
       `Cannot create task "${name}" in ${phase}: only a person may; a loop's tasks start in research`,
+      `status --create-task ${name}`,
     );
   }
   const existing = findTaskDir(project, name);
@@ -2147,11 +1902,11 @@ function runCreateTask(invocation: Invocation): Answer {
     );
   }
   const now = new Date().toISOString();
-  const isApproved = PHASES.indexOf(phase as never) >= PHASES.indexOf("implement");
+  const isApproved = phaseIndex(phase) >= phaseIndex("implement");
   const task: TaskState = {
     schema_version: 1,
     name,
-    title: readLine(invocation, "title") ?? name,
+    title: optionalLine(invocation, "title") ?? name,
     phase,
     previous_phase: null,
     created_at: now,
@@ -2161,137 +1916,57 @@ function runCreateTask(invocation: Invocation): Answer {
     loop: null,
     history: [{ at: now, from: null, to: phase, by: actor, reason: null }],
   };
-  const dir = createFolderWhole(
-    tasksDir(project),
-    name,
-    (made) => saveState(join(made, ".state"), task),
-  );
-  return {
-    json: { ok: true, task: name, phase, dir },
-    text: `created task ${name} in ${phase}: ${dir}`,
-  };
-}
-
-/** Makes a folder that appears with its content or not at all; a second maker loses the race. */
-function createFolderWhole(parent: string, name: string, fill: (dir: string) => void): string {
-  ensureDirSync(parent);
-  const making = Deno.makeTempDirSync({ dir: parent, prefix: `.${name}.` });
-  try {
-    if (Deno.build.os !== "windows") Deno.chmodSync(making, 0o755);
-    fill(making);
-    Deno.renameSync(making, join(parent, name));
-  } catch (error) {
-    Deno.removeSync(making, { recursive: true });
-    if (existsSync(join(parent, name))) {
-      throw new RefusedError(`Cannot create "${join(parent, name)}": somebody else just did`);
-    }
-    throw error;
-  }
-  syncDirectory(parent);
-  return join(parent, name);
+  const dir = join(tasksDir(project), name);
+  createFolderWhole(dir, (making) => saveState(join(making, ".state"), task));
+  const json = { ok: true, task: name, phase, dir };
+  return { json, text: `created task ${name} in ${phase}: ${dir}` };
 }
 
 function runShowTask(invocation: Invocation): Answer {
   const { dir, task } = readTask(invocation.project, readText(invocation, "task"));
   const document = PHASE_DOCUMENTS[task.phase] ?? null;
+  const hasDocument = document !== null && isDocumentWritten(join(dir, document));
   const json = {
     ...task,
     dir,
     document,
-    has_document: document !== null && hasDocument(dir, document),
+    has_document: hasDocument,
     next_phase: nextPhase(task.phase),
     needs_approval: task.phase === "spec" && task.approved_at === null,
   };
-  const lines = [
-    `${task.name}: ${task.title}`,
-    ...renderTable([
-      ["phase", task.phase],
-      [
-        "document",
-        document === null ? "-" : `${document} (${json.has_document ? "present" : "missing"})`,
-      ],
-      ["approved", task.approved_at ?? "no"],
-      ["loop", task.loop ?? "-"],
-      ["claimed by", task.claimed_by ?? "-"],
-      ["folder", dir],
-    ]).trimEnd().split("\n").map((line) => `  ${line}`),
-    "history:",
-    ...task.history.map(({ at, from, to, by, reason }) =>
-      `  ${at}  ${from ?? "(new)"} -> ${to}  by ${by}${reason === null ? "" : `: ${reason}`}`
-    ),
+  const rows = [
+    ["  phase", task.phase],
+    ["  document", document === null ? "-" : `${document} (${hasDocument ? "there" : "missing"})`],
+    ["  approved", task.approved_at ?? "no"],
+    ["  loop", task.loop ?? "-"],
+    ["  claimed by", task.claimed_by ?? "-"],
+    ["  folder", dir],
   ];
+  const steps = task.history.map(({ at, from, to, by, reason }) =>
+    `  ${at}  ${from ?? "(new)"} -> ${to}  by ${by}${reason === null ? "" : `: ${reason}`}`
+  );
+  const lines = [`${task.name}: ${task.title}`, renderTable(rows), "history:", ...steps];
   return { json, text: lines.join("\n") };
 }
 
-/**
- * Why a step is not allowed, or null when it is.
- *
- * @param hasOwnDocument Whether the phase being left has its document.
- */
-export function refuseStep(
-  task: Pick<TaskState, "name" | "phase" | "approved_at">,
-  target: string,
-  { hasOwnDocument, reason }: { hasOwnDocument: boolean; reason: string | null },
-): RefusedError | null {
-  const { name, phase } = task;
-  const refuse = (why: string, hint?: string) =>
-    new RefusedError(`Cannot move task "${name}" from ${phase} to ${target}: ${why}`, hint);
-  if (target === phase) return refuse("it is there already");
-  if (phase === WAITING_PHASE) {
-    return refuse("it waits for a person", `status --approve --task ${name}`);
-  }
-  if (!isKnownPhase(phase)) return refuse("its phase is unknown", "status --audit");
-  const [from, to] = [phase, target].map((each) => PHASES.indexOf(each as never)) as [
-    number,
-    number,
-  ];
-  if (target === WAITING_PHASE) {
-    if (phase === "complete") return refuse("a finished task waits for nobody");
-    return reason === null ? refuse("that needs a reason", "add --reason TEXT") : null;
-  }
-  if (to < from) {
-    const isUsual = target === "implement" && (phase === "code_review" || phase === "bug_hunt");
-    return isUsual || reason !== null
-      ? null
-      : refuse("a step back needs a reason", "add --reason TEXT");
-  }
-  if (to > from + 1) return refuse(`the next phase is ${nextPhase(phase)}`);
-  if (!hasOwnDocument) {
-    return refuse(
-      `${PHASE_DOCUMENTS[phase]} is missing or empty`,
-      `write ${PHASE_DOCUMENTS[phase]} first`,
-    );
-  }
-  if (phase === "spec" && task.approved_at === null) {
-    return refuse("a person has not approved it", `status --approve --task ${name}`);
-  }
-  return null;
-}
-
 async function runTransition(invocation: Invocation): Promise<Answer> {
-  const target = readText(invocation, "transition");
+  const target = checkWord("transition", readText(invocation, "transition"), [
+    ...PHASES,
+    WAITING_PHASE,
+  ]);
   const name = readText(invocation, "task");
-  if (!isKnownPhase(target)) {
-    const known = [...PHASES, WAITING_PHASE];
-    const nearest = findNearest(target, known);
-    throw new UsageError(
-      `Cannot use phase "${target}": ${
-        nearest === null ? `it is none of ${known.join(", ")}` : `did you mean ${nearest}?`
-      }`,
-    );
-  }
-  const reason = readLine(invocation, "reason");
+  const reason = optionalLine(invocation, "reason");
   const { dir, task } = await updateTask(invocation.project, name, (task, taskDir) => {
-    if (isInHaltedLoop(invocation.project, task)) {
-      const owner = task.loop ?? "its loop";
+    const halted = findHaltedOwner(invocation.project, task);
+    if (halted !== null) {
       throw new RefusedError(
-        `Cannot move task "${name}" to ${target}: ${owner} is halted`,
-        `status --approve --loop ${task.loop ?? "NAME"}`,
+        `Cannot move task "${name}" to ${target}: loop ${halted}, which owns it, is halted`,
+        `status --approve --loop ${halted}`,
       );
     }
     const document = PHASE_DOCUMENTS[task.phase];
-    const hasOwnDocument = document !== undefined && hasDocument(taskDir, document);
-    const refusal = refuseStep(task, target, { hasOwnDocument, reason });
+    const hasDocument = document !== undefined && isDocumentWritten(join(taskDir, document));
+    const refusal = refuseStep(task, target, { hasDocument, reason });
     if (refusal !== null) throw refusal;
     useUpOperation();
     moveTask(task, target, reason);
@@ -2300,19 +1975,16 @@ async function runTransition(invocation: Invocation): Promise<Answer> {
   return { json, text: `${name}: ${task.previous_phase} -> ${task.phase}` };
 }
 
-/** Writes a step into a task: phase, history, and what a step undoes. */
+/** Writes a step into a task: phase, history, and what the step undoes. */
 function moveTask(task: TaskState, target: string, reason: string | null): void {
   const now = new Date().toISOString();
   task.history.push({ at: now, from: task.phase, to: target, by: describeActor(), reason });
   task.previous_phase = task.phase;
   task.phase = target;
+  const isBeforeApproval = phaseIndex(target) >= 0 &&
+    phaseIndex(target) < phaseIndex("implement");
   // A specification that is opened again has to be approved again.
-  if (
-    PHASES.indexOf(target as never) >= 0 &&
-    PHASES.indexOf(target as never) < PHASES.indexOf("implement")
-  ) {
-    task.approved_at = null;
-  }
+  if (isBeforeApproval) task.approved_at = null;
   if (target === "complete" || target === WAITING_PHASE) task.loop = null;
 }
 
@@ -2321,235 +1993,240 @@ function useUpOperation(): void {
   if (readEnv("AUTOMATON_ROLE") !== "orchestrate") return;
   const path = readEnv("AUTOMATON_OP_FILE");
   if (path === undefined) {
-    throw new RefusedError("Cannot take a step as orchestrate: AUTOMATON_OP_FILE is not set");
+    throw new RefusedError(
+      "Cannot take a step as orchestrate: AUTOMATON_OP_FILE is not set",
+      "let a tick start the session",
+    );
   }
   try {
     Deno.openSync(path, { write: true, createNew: true }).close();
   } catch (error) {
-    if (error instanceof Deno.errors.AlreadyExists) {
-      throw new RefusedError("Cannot take a second step: this tick has had its one status command");
-    }
-    throw error;
+    if (!(error instanceof Deno.errors.AlreadyExists)) throw error;
+    throw new RefusedError(
+      "Cannot take a second step: this tick has had its one status command",
+      "end the session; the next tick goes on",
+    );
   }
 }
 
 async function runApprove(invocation: Invocation): Promise<Answer> {
   const [task, loop] = [optionalText(invocation, "task"), optionalText(invocation, "loop")];
-  if (task !== null && loop !== null) {
-    throw new UsageError("Cannot approve a task and a loop at once: give --task or --loop");
+  if ((task === null) === (loop === null)) {
+    throw new UsageError('Cannot run "--approve": give either --task or --loop');
   }
-  if (task !== null) return await approveTask(invocation, task);
-  if (loop !== null) return await approveLoop(invocation, loop);
-  throw new UsageError('Cannot run "--approve": give --task or --loop');
+  return task === null
+    ? await approveLoop(invocation, readText(invocation, "loop"))
+    : await approveTask(invocation, task);
 }
 
 async function approveTask({ project }: Invocation, name: string): Promise<Answer> {
   const { task } = await updateTask(project, name, (task, dir) => {
+    const refuse = (why: string, hint: string) =>
+      new RefusedError(`Cannot approve task "${name}": ${why}`, hint);
     const isWaiting = task.phase === WAITING_PHASE;
-    const gatePhase = isWaiting ? task.previous_phase : task.phase;
-    const isAtGate = gatePhase === "spec" && hasDocument(dir, "SPEC.md");
-    if (!isWaiting && task.phase !== "spec") {
-      throw new RefusedError(
-        `Cannot approve task "${name}": in ${task.phase} there is nothing to approve`,
-      );
-    }
-    if (!isWaiting && !isAtGate) {
-      throw new RefusedError(
-        `Cannot approve task "${name}": SPEC.md is missing or empty`,
-        "write SPEC.md first",
-      );
-    }
-    const approvedBefore = task.approved_at;
-    if (!isWaiting && approvedBefore !== null) {
-      throw new RefusedError(
-        `Cannot approve task "${name}": it was approved at ${approvedBefore}`,
-        `status --transition implement --task ${name}`,
-      );
-    }
+    const phase = isWaiting ? task.previous_phase ?? "research" : task.phase;
+    const isAtGate = phase === "spec" && isDocumentWritten(join(dir, "SPEC.md"));
     if (isWaiting) {
-      moveTask(task, isAtGate ? "implement" : task.previous_phase ?? "research", "approved");
+      if (phaseIndex(phase) < 0) throw refuse(`it came from "${phase}"`, "status --audit");
+      const approvedBefore = task.approved_at;
+      moveTask(task, isAtGate ? "implement" : phase, "approved");
+      task.approved_at = isAtGate ? new Date().toISOString() : approvedBefore;
+      return;
     }
-    task.approved_at = isAtGate ? new Date().toISOString() : approvedBefore;
+    if (phase !== "spec") {
+      throw refuse(`in ${phase} there is nothing to approve`, `status --task ${name}`);
+    }
+    if (!isAtGate) throw refuse("SPEC.md is missing or empty", "write SPEC.md first");
+    if (task.approved_at !== null) {
+      const hint = `status --transition implement --task ${name}`;
+      throw refuse(`it was approved at ${task.approved_at}`, hint);
+    }
+    task.approved_at = new Date().toISOString();
   });
-  const json = { ok: true, task: name, phase: task.phase, approved_at: task.approved_at };
-  const hint = task.phase === "spec"
-    ? { hint: `status --transition implement --task ${name}` }
-    : {};
-  return { json, text: `approved task ${name}: now in ${task.phase}`, ...hint };
+  const answer = {
+    json: { ok: true, task: name, phase: task.phase, approved_at: task.approved_at },
+    text: `approved task ${name}: now in ${task.phase}`,
+  };
+  if (task.phase !== "spec") return answer;
+  return { ...answer, hint: `status --transition implement --task ${name}` };
 }
 
 async function runClaim(invocation: Invocation): Promise<Answer> {
-  const [name, session] = [readText(invocation, "task"), readLine(invocation, "session")!];
+  const name = readText(invocation, "task");
+  const session = optionalLine(invocation, "session");
   await updateTask(invocation.project, name, (task) => {
-    if (task.phase === "complete") {
-      throw new RefusedError(`Cannot claim task "${name}": it is complete`);
-    }
-    const holder = task.claimed_by ?? (task.loop === null ? null : `loop ${task.loop}`);
-    if (holder !== null && holder !== session) {
-      throw new RefusedError(
-        `Cannot claim task "${name}": ${holder} has it`,
-        `status --release --task ${name}`,
-      );
+    const refuse = (why: string, hint: string) =>
+      new RefusedError(`Cannot claim task "${name}": ${why}`, hint);
+    if (task.phase === "complete") throw refuse("it is complete", "status --create-task NAME");
+    const loop = findOwner(invocation.project, task);
+    if (loop !== null) throw refuse(`loop ${loop} has it`, "status --loop-list");
+    if (task.claimed_by !== null && task.claimed_by !== session) {
+      throw refuse(`${task.claimed_by} has it`, `status --release --task ${name}`);
     }
     task.claimed_by = session;
   });
-  return {
-    json: { ok: true, task: name, claimed_by: session },
-    text: `task ${name} is claimed by ${session}`,
-  };
+  const json = { ok: true, task: name, claimed_by: session };
+  return { json, text: `task ${name} is claimed by ${session}` };
 }
 
+/** The loop, but for one, that a task belongs to: not complete, and it names the task or is named by it. */
+function findOwner(project: string, task: TaskState, except?: string): string | null {
+  const owner = listLoops(project).find(({ name, state }) =>
+    name !== except && state?.status !== "complete" &&
+    (task.loop === name || state?.current_task === task.name)
+  );
+  return owner?.name ?? null;
+}
+
+/** Gives a task back; a loop keeps what it is at work on, and a halted one what it owns. */
 async function runRelease(invocation: Invocation): Promise<Answer> {
   const name = readText(invocation, "task");
   await updateTask(invocation.project, name, (task) => {
-    const owner = task.loop === null ? null : viewLoop(invocation.project, task.loop);
+    const loop = findOwner(invocation.project, task);
+    const isAtWork = loop !== null && isLoopAtWork(viewLoop(invocation.project, loop), name);
+    if (isAtWork && task.claimed_by === null) {
+      throw new RefusedError(
+        `Cannot release task "${name}": loop ${loop} has it`,
+        `let the loop end its work, or status --remove-loop ${loop}`,
+      );
+    }
     task.claimed_by = null;
-    if (owner?.state?.status !== "running" || owner.state.current_task !== name) task.loop = null;
+    if (!isAtWork) task.loop = null;
   });
   return { json: { ok: true, task: name, claimed_by: null }, text: `task ${name} is released` };
+}
+
+function isLoopAtWork({ state }: LoopView, task: string): boolean {
+  return state === null || state.status === "halted" || state.current_task === task;
 }
 
 /** May a file, or the sources at large, be changed for a task or by a loop; the reason either way. */
 function runCanEdit(invocation: Invocation): Answer {
   const { project } = invocation;
-  const loop = optionalText(invocation, "loop");
-  const isWorktree = invocation.given.has("loop-worktree");
-  if (isWorktree && loop === null) {
+  const loopName = optionalText(invocation, "loop");
+  const isInWorktree = invocation.given.has("loop-worktree");
+  if (isInWorktree && loopName === null) {
     throw new UsageError('Cannot use "--loop-worktree" without "--loop"');
   }
+  const loop = loopName === null ? null : readLoop(project, loopName);
+  const root = isInWorktree ? loop?.state.worktree_path ?? null : project;
   const file = optionalText(invocation, "file");
-  const verdict = judgeEdit({
-    project,
-    file,
-    loop,
-    isWorktree,
-    taskName: optionalText(invocation, "task"),
-  });
+  const place = root === null
+    ? { kind: "denied", why: `loop ${loopName} has no worktree` } as const
+    : file === null
+    ? null
+    : placeFile(project, root, file);
+  const fromFile = place?.kind === "task" ? place.task : null;
+  const name = optionalText(invocation, "task") ?? fromFile ?? loop?.state.current_task ?? null;
+  const task = name === null ? null : readTask(project, name).task;
+  const denial = denyEdit(task, place, loop);
+  const reason = denial ?? `task ${name} is in ${task?.phase}`;
   return {
-    json: { allowed: verdict.allowed, reason: verdict.reason, file, task: verdict.task },
-    text: `${verdict.allowed ? "allowed" : "denied"}: ${verdict.reason}`,
-    exitCode: verdict.allowed ? 0 : 1,
-    ...(verdict.allowed ? {} : { hint: "status --task NAME shows what may be done now" }),
+    json: { allowed: denial === null, reason, file, task: name },
+    text: `${denial === null ? "allowed" : "denied"}: ${reason}`,
+    ...(denial === null ? {} : { exitCode: 1, hint: `status --task ${name ?? "NAME"}` }),
   };
 }
 
-interface EditQuestion {
-  readonly project: string;
-  readonly file: string | null;
-  readonly loop: string | null;
-  readonly isWorktree: boolean;
-  readonly taskName: string | null;
+interface LoopFiles {
+  readonly dir: string;
+  readonly state: LoopState;
+  readonly config: LoopConfig;
 }
 
-interface EditVerdict {
-  readonly allowed: boolean;
-  readonly reason: string;
-  readonly task: string | null;
+function readLoop(project: string, name: string): LoopFiles {
+  const dir = findLoopDir(project, name);
+  return { dir, state: readLoopState(dir), config: readLoopConfig(dir) };
 }
 
-function judgeEdit(question: EditQuestion): EditVerdict {
-  const { project, file, loop, isWorktree } = question;
-  const view = loop === null ? null : viewLoop(project, basename(findLoopDir(project, loop)));
-  if (view !== null && view.state === null) {
-    return { allowed: false, reason: `loop ${loop}: ${view.problem}`, task: null };
-  }
-  const state = view?.state ?? null;
-  const root = isWorktree ? state!.worktree_path : project;
-  if (root === null) return { allowed: false, reason: `loop ${loop} has no worktree`, task: null };
-  let place: FilePlace | null;
-  try {
-    place = file === null ? null : placeFile(project, root, file);
-  } catch (error) {
-    return { allowed: false, reason: (error as Error).message, task: null };
-  }
-  const task = question.taskName ?? place?.task ?? state?.current_task ?? null;
-  const verdict = (allowed: boolean, reason: string): EditVerdict => ({ allowed, reason, task });
-  if (task === null) return verdict(false, "no task is named, so none can be in a phase for edits");
-  const phase = readTask(project, task).task.phase;
-  if (phase === "complete") return verdict(false, `task ${task} is complete`);
-  if (place?.kind === "outside") {
-    return verdict(false, `${file} leads to ${place.path}, outside ${root}`);
-  }
-  if (place?.kind === "private") return verdict(false, `${place.path} is changed by status alone`);
+function denyEdit(
+  task: TaskState | null,
+  place: FilePlace | null,
+  loop: LoopFiles | null,
+): string | null {
+  if (place?.kind === "denied") return place.why;
+  if (task === null) return "no task is named, so none is in a phase for edits";
+  const { name, phase } = task;
+  if (phase === "complete") return `task ${name} is complete`;
   if (place?.kind === "task") {
-    if (place.task !== task) {
-      return verdict(false, `${file} belongs to task ${place.task}, not ${task}`);
-    }
-    return verdict(true, `${file} is a file of task ${task}, which is in ${phase}`);
+    return place.task === name ? null : `that file belongs to task ${place.task}`;
   }
-  if (phase !== "implement") {
-    return verdict(false, `task ${task} is in ${phase}; sources change in implement`);
-  }
-  if (state?.status === "halted") return verdict(false, `loop ${loop} is halted`);
-  const scope = loop === null
-    ? undefined
-    : readLoopConfig(view!.dir).config.blast_radius?.file_scope;
-  if (place !== null && !isInScope(place.path, scope)) {
-    return verdict(false, `${place.path} is outside the file scope of loop ${loop}`);
-  }
-  return verdict(true, `task ${task} is in implement`);
+  if (phase !== "implement") return `task ${name} is in ${phase}; sources change in implement`;
+  if (loop === null) return null;
+  if (loop.state.status === "halted") return `loop ${loop.state.name} is halted`;
+  if (place === null || isInScope(place.path, loop.config.blast_radius?.file_scope)) return null;
+  return `${place.path} is outside the file scope of loop ${loop.state.name}`;
 }
 
 type FilePlace =
-  | {
-    readonly kind: "source" | "private" | "outside";
-    readonly path: string;
-    readonly task?: never;
-  }
-  | { readonly kind: "task"; readonly path: string; readonly task: string };
+  | { readonly kind: "source"; readonly path: string }
+  | { readonly kind: "task"; readonly task: string }
+  | { readonly kind: "denied"; readonly why: string };
 
-/** Where a file really lies: a source below the root, a task's own file, or somewhere else. */
+/** Where a file really lies: a source below the root, a task's own file, or where nobody may write. */
 function placeFile(project: string, root: string, file: string): FilePlace {
-  const real = resolveRealPath(isAbsolute(file) ? file : join(root, file));
-  const inTasks = pathBelow(resolveRealPath(tasksDir(project)), real);
-  if (inTasks !== null) {
-    const parts = inTasks.split("/");
-    if (parts[0] === "complete") parts.shift();
-    const [task, ...rest] = parts;
-    const isFile = task !== undefined && NAME_PATTERN.test(task) && rest.length > 0;
-    if (!isFile || rest[0]!.startsWith(".")) return { kind: "private", path: real };
-    return { kind: "task", path: real, task };
+  const deny = (why: string): FilePlace => ({ kind: "denied", why });
+  let [real, realRoot, realTasks] = [file, root, tasksDir(project)];
+  try {
+    real = resolveRealPath(resolve(root, file));
+    [realRoot, realTasks] = [resolveRealPath(realRoot), resolveRealPath(realTasks)];
+  } catch (error) {
+    return deny((error as Error).message);
   }
-  const inRoot = pathBelow(Deno.realPathSync(root), real);
-  if (inRoot === null || inRoot === "") return { kind: "outside", path: real };
-  const top = inRoot.split("/")[0]!.toLowerCase();
-  if (top === ".git" || top === ".automaton") return { kind: "private", path: real };
-  return { kind: "source", path: inRoot };
+  const inTasks = pathBelow(realTasks, real);
+  if (inTasks !== null) {
+    const [task = "", ...rest] = inTasks.replace(/^complete\//, "").split("/");
+    const isOwnFile = NAME_PATTERN.test(task) && rest.length > 0 && !rest[0]!.startsWith(".");
+    return isOwnFile ? { kind: "task", task } : deny(`${real} is changed by status alone`);
+  }
+  const path = pathBelow(realRoot, real);
+  if (path === null || path === "") return deny(`${file} leads to ${real}, outside ${root}`);
+  const parts = path.toLowerCase().split("/");
+  if (parts[0] === ".automaton" || parts.includes(".git")) return deny(`${real} is no source`);
+  return { kind: "source", path };
 }
 
 async function runScopeCheck(invocation: Invocation): Promise<Answer> {
   const { project } = invocation;
   const taskName = optionalText(invocation, "task");
-  const loop = optionalText(invocation, "loop") ??
-    (taskName === null ? null : readTask(project, taskName).task.loop);
-  let files: string[];
-  if (loop !== null) {
-    const dir = findLoopDir(project, loop);
-    files = await listOutOfScope(peekState(dir), readLoopConfig(dir).config);
-  } else if (taskName !== null) {
-    files = await listUnexpectedSources(project, taskName);
-  } else {
+  const task = taskName === null ? null : readTask(project, taskName).task;
+  const loopName = optionalText(invocation, "loop") ?? task?.loop ?? null;
+  if (task === null && loopName === null) {
     throw new UsageError('Cannot run "--scope-check": give --task or --loop');
   }
+  const files = loopName === null
+    ? await listUnexpectedSources(project, task?.phase === "implement" ? undefined : [])
+    : await listOutsideLoop(project, readLoop(project, loopName));
   const ok = files.length === 0;
   return {
-    json: { ok, task: taskName, loop, out_of_scope_files: files },
+    json: { ok, task: taskName, loop: loopName, out_of_scope_files: files },
     text: ok
       ? "nothing is changed outside the scope"
-      : files.map((path) => `out of scope: ${path}`).join("\n"),
-    exitCode: ok ? 0 : 1,
-    ...(ok ? {} : { hint: "undo these changes, or widen blast_radius.file_scope in loop.json" }),
+      : files.map((path) => `out of scope: ${JSON.stringify(path)}`).join("\n"),
+    ...(ok ? {} : { exitCode: 1, hint: "undo these changes, or widen the scope in loop.json" }),
   };
 }
 
-/** Sources changed in the person's checkout while a task is in a phase that changes none. */
-async function listUnexpectedSources(project: string, taskName: string): Promise<string[]> {
-  if (readTask(project, taskName).task.phase === "implement") return [];
-  if (!(await isCheckout(project))) return [];
-  return (await listUncommitted(project)).filter((path) => !path.startsWith(".automaton/")).sort();
+/** Uncommitted changes in the person's checkout outside a scope. */
+async function listUnexpectedSources(
+  project: string,
+  scope: readonly string[] | undefined,
+): Promise<string[]> {
+  if (!(await isCheckout(project))) {
+    throw new RefusedError(
+      `Cannot check "${project}": it is no git checkout, so nothing tells what changed`,
+      `git init "${project}"`,
+    );
+  }
+  const isOurs = (path: string) => isInScope(path, [".automaton"]) || isInScope(path, scope);
+  return (await listUncommitted(project)).filter((path) => !isOurs(path)).sort();
 }
 
-// --- Commands: loops ---
+function listOutsideLoop(project: string, { state, config }: LoopFiles): Promise<string[]> {
+  const { worktree, file_scope } = config.blast_radius ?? {};
+  if (worktree === false) return listUnexpectedSources(project, file_scope);
+  return listOutOfScope(project, state, config);
+}
 
 async function runCreateLoop(invocation: Invocation): Promise<Answer> {
   const { project, framework } = invocation;
@@ -2558,32 +2235,39 @@ async function runCreateLoop(invocation: Invocation): Promise<Answer> {
   const templates = join(framework, "templates", "loops");
   const source = join(templates, template);
   if (!existsSync(join(source, "loop.json"))) {
-    const known = listFolders(templates).join(", ");
     throw new RefusedError(
       `Cannot open template "${template}": there is none in ${templates}`,
-      `templates: ${known}`,
+      `templates there: ${listFolders(templates).join(", ") || "none"}`,
     );
   }
-  const dir = join(loopsDir(project), name);
-  if (isLoopDir(dir)) {
-    throw new RefusedError(
-      `Cannot create loop "${name}": ${dir} exists`,
-      `status --remove-loop ${name}`,
-    );
-  }
-  const taskName = optionalText(invocation, "task");
-  if (taskName !== null) readTask(project, taskName);
   const config = instantiateTemplate(join(source, "loop.json"), {
     name,
     schema: join(templates, "loop.schema.json"),
     hasWorktree: !invocation.given.has("no-worktree"),
   });
+  const taskName = optionalText(invocation, "task");
+  const refusal = taskName === null
+    ? null
+    : refuseClaim(project, name, readTask(project, taskName).task);
+  if (refusal !== null) throw refusal;
+  const dir = join(loopsDir(project), name);
   ensureDirSync(dir);
-  copyTemplateFiles(source, dir);
-  writeFileAtomic(join(dir, "loop.json"), `${JSON.stringify(config, null, 2)}\n`);
-  saveState(join(dir, ".state.loop"), makeLoopState(name));
-  logEvent(dir, "INFO", "CREATED", { template });
-  if (taskName !== null) await claimForLoop(invocation, name, taskName, dir);
+  const lock = await acquireLock(join(dir, ".state.lock"), DEFAULT_LOCK_TIMEOUT_S * 1000);
+  try {
+    if (lock === null || isLoopDir(dir)) {
+      throw new RefusedError(
+        `Cannot create loop "${name}": ${dir} exists`,
+        `status --remove-loop ${name}`,
+      );
+    }
+    copySync(source, dir, { overwrite: true });
+    writeFileAtomic(join(dir, "loop.json"), `${JSON.stringify(config, null, 2)}\n`);
+    saveLoopState(dir, makeLoopState(name));
+    logEvent(dir, "INFO", "CREATED", { template });
+    if (taskName !== null) await claimForLoop(project, name, taskName, dir);
+  } finally {
+    lock?.close();
+  }
   const json = { ok: true, loop: name, template, dir, task: taskName };
   return { json, text: `created loop ${name} from template ${template}: ${dir}` };
 }
@@ -2592,38 +2276,26 @@ async function runCreateLoop(invocation: Invocation): Promise<Answer> {
 function instantiateTemplate(
   path: string,
   { name, schema, hasWorktree }: { name: string; schema: string; hasWorktree: boolean },
-): Record<string, unknown> {
+): LoopConfig {
   const { config, warnings } = parseLoopConfig(Deno.readTextFileSync(path), path);
   for (const warning of warnings) console.error(`warning: ${warning}`);
-  const blastRadius = hasWorktree
-    ? config.blast_radius
-    : { ...config.blast_radius, worktree: false };
   const fields = { ...config, $schema: schema, name };
-  return blastRadius === undefined ? fields : { ...fields, blast_radius: blastRadius };
-}
-
-/** What a template brings besides loop.json: a scripted agent, prompts of its own. */
-function copyTemplateFiles(source: string, target: string): void {
-  for (const entry of Deno.readDirSync(source)) {
-    if (entry.name === "loop.json") continue;
-    const [from, to] = [join(source, entry.name), join(target, entry.name)];
-    if (entry.isDirectory) {
-      ensureDirSync(to);
-      copyTemplateFiles(from, to);
-    } else Deno.copyFileSync(from, to);
-  }
+  if (hasWorktree) return fields;
+  return { ...fields, blast_radius: { ...config.blast_radius, worktree: false } };
 }
 
 async function runHaltLoop(invocation: Invocation): Promise<Answer> {
   const name = readText(invocation, "halt-loop");
-  const reason = readText(invocation, "reason");
-  const haltReason = HALT_REASONS.find((known) => known === reason);
-  if (haltReason === undefined) {
-    throw new UsageError(`Cannot use reason "${reason}": it is none of ${HALT_REASONS.join(", ")}`);
-  }
-  const detail = readLine(invocation, "detail") ?? `halted by ${describeActor()}`;
+  const haltReason = checkWord("reason", readText(invocation, "reason"), HALT_REASONS);
+  const detail = optionalLine(invocation, "detail") ?? `halted by ${describeActor()}`;
   return await withLoopLock(invocation, name, (dir) => {
     const state = loadLoopState(dir);
+    if (state.status === "complete") {
+      throw new RefusedError(
+        `Cannot halt loop "${name}": it is complete, so it does not tick`,
+        hintForStandstill(name, state),
+      );
+    }
     const wasHalted = state.status === "halted";
     haltLoop(dir, state, { haltReason, detail });
     const json = { ok: true, loop: name, status: state.status, halt_reason: state.halt_reason };
@@ -2636,58 +2308,60 @@ async function runHaltLoop(invocation: Invocation): Promise<Answer> {
 
 async function runRemoveLoop(invocation: Invocation): Promise<Answer> {
   const name = readText(invocation, "remove-loop");
-  const isForced = invocation.given.has("force");
   const isPurged = invocation.given.has("purge");
   return await withLoopLock(invocation, name, async (dir) => {
-    await removeWorktree(invocation.project, dir, isForced);
+    const worktrees = listFolders(dir).filter((entry) => entry.startsWith("worktree"));
+    for (const entry of invocation.given.has("force") ? [] : worktrees) {
+      const loss = await findLoss(join(dir, entry));
+      if (loss === null) continue;
+      throw new RefusedError(
+        `Cannot remove "${join(dir, entry)}": it holds ${loss}`,
+        "save them elsewhere, or add --force to lose them",
+      );
+    }
+    for (const entry of worktrees) await removeWorktree(invocation.project, join(dir, entry));
     await releaseTasksOf(invocation.project, name, null);
-    const kept = isPurged ? [] : [".state.lock", "outputs", ...listLogs(dir)];
-    // The state goes last but the folder: a removal cut short can be run again.
-    const entries = [...Deno.readDirSync(dir)].map((entry) => entry.name).filter((entry) =>
-      !kept.includes(entry)
-    );
-    for (const entry of entries.sort()) Deno.removeSync(join(dir, entry), { recursive: true });
+    const kept = isPurged
+      ? []
+      : [".state.lock", "outputs", ...listLogs(dir).map((path) => basename(path))];
+    // loop.json goes last: as long as it is there, a removal that was cut short can be run again.
+    const entries = listNames(dir).filter((entry) => !kept.includes(entry)).sort();
+    for (const entry of entries) Deno.removeSync(join(dir, entry), { recursive: true });
     if (isPurged) Deno.removeSync(dir, { recursive: true });
     const json = { ok: true, loop: name, kept: isPurged ? null : dir };
     return { json, text: `removed loop ${name}${isPurged ? "" : `; its logs stay in ${dir}`}` };
   });
 }
 
-function listLogs(dir: string): string[] {
-  return [...Deno.readDirSync(dir)].map((entry) => entry.name).filter((name) =>
-    name.startsWith(".state.log")
-  );
-}
-
-/** Removes a loop's worktree, where nothing in it would be lost; its branch always stays. */
-async function removeWorktree(project: string, dir: string, isForced: boolean): Promise<void> {
-  const worktree = join(dir, "worktree");
-  if (!isDirectory(worktree)) return;
+/** What would be lost with a worktree: files, or commits that are nowhere else; null for nothing. */
+async function findLoss(worktree: string): Promise<string | null> {
   const isOwn = await isCheckout(worktree);
-  const uncommitted = isOwn ? await listUncommitted(worktree) : listFolderEntries(worktree);
-  if (uncommitted.length > 0 && !isForced) {
-    throw new RefusedError(
-      `Cannot remove "${worktree}": ${countWords(uncommitted.length, "uncommitted file")}, "${
-        uncommitted[0]
-      }" first`,
-      "commit or undo them, or add --force to lose them",
-    );
+  const files = isOwn ? await listUncommitted(worktree) : listNames(worktree);
+  if (files.length > 0) {
+    return `${countWords(files.length, "uncommitted file")}, ${JSON.stringify(files[0])} first`;
   }
-  if (!isOwn) return Deno.removeSync(worktree, { recursive: true });
-  // Nothing uncommitted is left to protect; git itself refuses clean worktrees with submodules.
-  await readGit(project, ["worktree", "remove", "--force", "--force", worktree]);
+  if (!isOwn) return null;
+  const onBranch = ["for-each-ref", "--count=1", "--contains=HEAD", "refs/heads"];
+  if (!await readGitLine(worktree, onBranch)) return "commits that are on no branch";
+  if (!existsSync(join(worktree, ".gitmodules"))) return null;
+  const unpushed = "git rev-list --max-count=1 HEAD --not --remotes";
+  const inSubmodules = ["submodule", "--quiet", "foreach", "--recursive", unpushed];
+  const found = await readGit(worktree, inSubmodules);
+  return found.length > 0 ? "commits in a submodule that were not pushed" : null;
 }
 
-function listFolderEntries(path: string): string[] {
-  return [...Deno.readDirSync(path)].map((entry) => entry.name);
+/** Removes a worktree and its registration; its branch stays. */
+async function removeWorktree(project: string, worktree: string): Promise<void> {
+  if (!(await isCheckout(worktree))) return Deno.removeSync(worktree, { recursive: true });
+  // What would be lost was looked at before; git itself refuses each worktree with submodules.
+  await readGit(project, ["worktree", "remove", "--force", "--force", worktree]);
 }
 
 /** Gives back the tasks that a loop owns, but for the one it keeps. */
 async function releaseTasksOf(project: string, loop: string, keep: string | null): Promise<void> {
   for (const name of listFolders(tasksDir(project))) {
-    if (name === keep || !NAME_PATTERN.test(name) || readTaskOrNull(project, name)?.loop !== loop) {
-      continue;
-    }
+    if (name === keep || !NAME_PATTERN.test(name)) continue;
+    if (readTaskOrNull(project, name)?.loop !== loop) continue;
     await updateTask(project, name, (task) => {
       if (task.loop === loop) task.loop = null;
     });
@@ -2697,38 +2371,38 @@ async function releaseTasksOf(project: string, loop: string, keep: string | null
 async function runPauseLoop(invocation: Invocation): Promise<Answer> {
   const name = readText(invocation, "pause-loop");
   const dir = findLoopDir(invocation.project, name);
-  const view = viewLoop(invocation.project, name);
-  if (view.state?.status === "halted" || view.state?.status === "complete") {
-    throw new RefusedError(
-      `Cannot pause loop "${name}": it is ${describeStatus(view.state)}, so it does not tick`,
-    );
+  const { state } = viewLoop(invocation.project, name);
+  if (state?.status === "halted" || state?.status === "complete") {
+    throw makePauseRefusal(name, state);
   }
   const isNow = invocation.given.has("now");
   const request = { at: new Date().toISOString(), by: describeActor(), now: isNow };
   writeFileAtomic(pauseRequestPath(dir), `${JSON.stringify(request)}\n`);
   const lock = await acquireLock(join(dir, ".state.lock"), 0);
   if (lock === null) {
-    const when = isNow ? "ends its harness now" : "stops before its next role";
+    const when = isNow ? "its harness is ended now" : "it stops before its next role";
     return {
       json: { ok: true, loop: name, status: "pausing" },
-      text: `loop ${name} is in a tick, which ${when}; then it is paused`,
+      text: `loop ${name} is in a tick: ${when}, and then it is paused`,
     };
   }
   try {
     const state = loadLoopState(dir);
     honourPauseRequest(dir, state);
     removeIfPresent(pauseRequestPath(dir));
-    if (state.status !== "paused") {
-      throw new RefusedError(`Cannot pause loop "${name}": it is ${describeStatus(state)}`);
-    }
-    return {
-      json: { ok: true, loop: name, status: "paused" },
-      text: `paused loop ${name}`,
-      hint: `status --resume-loop ${name}`,
-    };
+    if (state.status !== "paused") throw makePauseRefusal(name, state);
   } finally {
     lock.close();
   }
+  const json = { ok: true, loop: name, status: "paused" };
+  return { json, text: `paused loop ${name}`, hint: `status --resume-loop ${name}` };
+}
+
+function makePauseRefusal(name: string, state: LoopState): RefusedError {
+  return new RefusedError(
+    `Cannot pause loop "${name}": it is ${describeStatus(state)}, so it does not tick`,
+    hintForStandstill(name, state),
+  );
 }
 
 async function runResumeLoop(invocation: Invocation): Promise<Answer> {
@@ -2738,14 +2412,14 @@ async function runResumeLoop(invocation: Invocation): Promise<Answer> {
     if (state.status === "halted" || state.status === "complete") {
       throw new RefusedError(
         `Cannot resume loop "${name}": it is ${describeStatus(state)}, not paused`,
-        hintForStandstill(state),
+        hintForStandstill(name, state),
       );
     }
     removeIfPresent(pauseRequestPath(dir));
     const wasPaused = state.status === "paused";
     if (wasPaused) {
       state.status = "running";
-      saveState(join(dir, ".state.loop"), state);
+      saveLoopState(dir, state);
       logEvent(dir, "INFO", "RESUMED");
     }
     return {
@@ -2757,11 +2431,17 @@ async function runResumeLoop(invocation: Invocation): Promise<Answer> {
 
 async function approveLoop(invocation: Invocation, name: string): Promise<Answer> {
   return await withLoopLock(invocation, name, (dir) => {
+    // A halt that this very command finds out about is not one that a person has looked at.
+    const wasReadable = viewLoop(invocation.project, name).state !== null;
     const state = loadLoopState(dir);
-    if (state.status !== "halted") {
-      throw new RefusedError(`Cannot approve loop "${name}": it is ${state.status}, not halted`);
+    if (state.status !== "halted" || !wasReadable) {
+      const detail = wasReadable ? "" : "; its state was damaged";
+      throw new RefusedError(
+        `Cannot approve loop "${name}": it is ${describeStatus(state)} now${detail}`,
+        `status --loop-log ${name}`,
+      );
     }
-    const clearedReason = state.halt_reason;
+    const cleared = state.halt_reason;
     Object.assign(state, {
       status: "running",
       halt_reason: null,
@@ -2773,116 +2453,259 @@ async function approveLoop(invocation: Invocation, name: string): Promise<Answer
       not_before: null,
       iteration_base: state.iteration_count,
     });
-    saveState(join(dir, ".state.loop"), state);
+    saveLoopState(dir, state);
     removeIfPresent(pauseRequestPath(dir));
-    logEvent(dir, "INFO", "APPROVED", {
-      cleared: clearedReason,
-      resumed_count: state.resumed_count,
-    });
-    const json = {
-      ok: true,
-      loop: name,
-      status: "running",
-      cleared: clearedReason,
-      resumed_count: state.resumed_count,
-    };
-    return { json, text: `approved loop ${name}: ${clearedReason} is cleared` };
+    const { resumed_count, iteration_count } = state;
+    logEvent(dir, "INFO", "APPROVED", { cleared, resumed_count, iteration_count });
+    const json = { ok: true, loop: name, status: "running", cleared, resumed_count };
+    return { json, text: `approved loop ${name}: ${cleared} is cleared` };
   });
 }
 
 function runCanContinue(invocation: Invocation): Answer {
   const name = readText(invocation, "can-continue");
   const dir = findLoopDir(invocation.project, name);
-  const state = peekState(dir);
-  const isPausing = state.status === "running" && existsSync(pauseRequestPath(dir));
-  const word = isPausing
-    ? "PAUSED"
-    : state.status === "running"
-    ? "OK"
-    : state.status.toUpperCase();
+  const state = readLoopState(dir);
+  if (state.status === "running" && existsSync(pauseRequestPath(dir))) state.status = "paused";
+  const word = state.status === "running" ? "OK" : state.status.toUpperCase();
   const { halt_reason, iteration_count, resumed_count } = state;
   return {
     json: { state: word, loop: name, halt_reason, iteration_count, resumed_count },
     text: halt_reason === null ? word : `${word}: ${halt_reason}`,
-    ...(word === "OK"
-      ? {}
-      : { hint: isPausing ? `status --resume-loop ${name}` : hintForStandstill(state) }),
+    ...(word === "OK" ? {} : { hint: hintForStandstill(name, state) }),
   };
+}
+
+/** What the gate looks at; read once, under the loop's lock. */
+interface GateSubject {
+  readonly invocation: Invocation;
+  readonly state: LoopState;
+  readonly config: LoopConfig;
+  readonly taskName: string | null;
+  readonly task: TaskState | null;
+  /** Non-local dollars spent; null where the harness reports none. */
+  readonly spentUsd: number | null;
+  readonly remainingIterations: number;
+  /** Filled by the drift check. */
+  readonly outOfScope: string[];
+}
+
+type GateCheck = (subject: GateSubject) => GateTrip | null | Promise<GateTrip | null>;
+
+/** The checks after the status, in the order in which they answer. */
+const GATE_CHECKS: readonly GateCheck[] = [
+  checkIterations,
+  checkBudget,
+  checkTaskPhase,
+  checkDrift,
+  checkPlateau,
+  checkModels,
+];
+
+async function runCheckGate(invocation: Invocation): Promise<Answer> {
+  const name = readText(invocation, "check-gate");
+  const isDryRun = invocation.given.has("dry-run");
+  if (isDryRun) return await checkGate(invocation, findLoopDir(invocation.project, name), isDryRun);
+  return await withLoopLock(invocation, name, (dir) => checkGate(invocation, dir, isDryRun));
+}
+
+/** Applies the brakes; one that trips halts the loop (a dry run changes nothing). */
+async function checkGate(invocation: Invocation, dir: string, isDryRun: boolean): Promise<Answer> {
+  const { project } = invocation;
+  const state = isDryRun ? readLoopState(dir) : loadLoopState(dir);
+  if (!isDryRun) honourPauseRequest(dir, state);
+  const config = readLoopConfig(dir);
+  const taskName = optionalText(invocation, "task") ?? state.current_task;
+  if (taskName !== null) checkName("task", taskName);
+  const allowed = config.brakes?.max_iterations ?? LOOP_DEFAULTS.maxIterations;
+  const subject: GateSubject = {
+    invocation,
+    state,
+    config,
+    taskName,
+    task: taskName === null ? null : readTaskOrNull(project, taskName),
+    spentUsd: readSpentUsd(dir),
+    remainingIterations: allowed - (state.iteration_count - (state.iteration_base ?? 0)),
+    outOfScope: [],
+  };
+  const trip = state.status === "running" ? await findTrip(subject) : null;
+  if (trip !== null && isDryRun) {
+    Object.assign(state, { status: "halted", halt_reason: trip.haltReason });
+  } else if (trip !== null) haltLoop(dir, state, trip);
+  return answerGate(basename(dir), subject, trip);
+}
+
+async function findTrip(subject: GateSubject): Promise<GateTrip | null> {
+  for (const check of GATE_CHECKS) {
+    const trip = await check(subject);
+    if (trip !== null) return trip;
+  }
+  return null;
+}
+
+function answerGate(name: string, subject: GateSubject, trip: GateTrip | null): Answer {
+  const { invocation, state, config, task, spentUsd } = subject;
+  const budget = config.brakes?.max_budget_usd ?? null;
+  const isBackoff = state.status === "running" && Date.parse(state.not_before ?? "") > Date.now();
+  const reason = state.status === "halted"
+    ? `halted:${state.halt_reason}`
+    : state.status !== "running"
+    ? state.status
+    : isBackoff
+    ? "backoff"
+    : "ok";
+  const remaining = Math.max(0, subject.remainingIterations);
+  const json = {
+    ok: reason === "ok",
+    reason,
+    halt_reason: state.halt_reason,
+    remaining_iterations: remaining,
+    remaining_budget_usd: budget === null ? null : Math.max(0, budget - (spentUsd ?? 0)),
+    task_phase: task?.phase ?? null,
+    task_in_halt_loop: task !== null && findHaltedOwner(invocation.project, task) !== null,
+    out_of_scope_files: subject.outOfScope,
+  };
+  if (json.ok) return { json, text: `ok: ${countWords(remaining, "iteration")} left` };
+  const text = `not ok: ${reason}${trip === null ? "" : ` (${trip.detail})`}`;
+  const hint = isBackoff
+    ? `wait until ${state.not_before}, when the loop goes on`
+    : hintForStandstill(name, state);
+  return { json, text, hint };
+}
+
+function checkIterations({ state, remainingIterations }: GateSubject): GateTrip | null {
+  if (remainingIterations > 0) return null;
+  const used = state.iteration_count - (state.iteration_base ?? 0);
+  return { haltReason: "iterations_exhausted", detail: `${countWords(used, "iteration")} used` };
+}
+
+function checkBudget({ config, spentUsd }: GateSubject): GateTrip | null {
+  const allowed = config.brakes?.max_budget_usd ?? null;
+  if (allowed === null || spentUsd === null || spentUsd < allowed) return null;
+  return { haltReason: "budget_exhausted", detail: `${spentUsd} of ${allowed} USD spent` };
+}
+
+function checkTaskPhase({ config, taskName, task }: GateSubject): GateTrip | null {
+  if (taskName === null) return null;
+  const allowed = config.allowed_phases ?? LOOP_DEFAULTS.allowedPhases;
+  if (task !== null && allowed.includes(task.phase)) return null;
+  const problem = task === null
+    ? "cannot be read"
+    : `is in ${task.phase}, where this loop may not work`;
+  return { haltReason: "human_intervention", detail: `task ${taskName} ${problem}` };
+}
+
+async function checkDrift(subject: GateSubject): Promise<GateTrip | null> {
+  const { invocation, state, config, outOfScope } = subject;
+  outOfScope.push(...await listOutOfScope(invocation.project, state, config));
+  if (outOfScope.length === 0) return null;
+  const listed = outOfScope.slice(0, 5).map((path) => JSON.stringify(path)).join(", ");
+  const more = outOfScope.length > 5 ? ` and ${outOfScope.length - 5} more` : "";
+  const detail = `changed outside the file scope: ${listed}${more}`;
+  return { haltReason: "drift_detected", detail };
+}
+
+function checkPlateau({ state, config }: GateSubject): GateTrip | null {
+  const window = config.brakes?.score_plateau_window ?? LOOP_DEFAULTS.plateauWindow;
+  if (!isPlateau(state.score_history, state.pass_history ?? [], window)) return null;
+  const scores = state.score_history.slice(-window).join(", ");
+  const detail = `no progress in ${window} ticks: scores ${scores}`;
+  return { haltReason: "verifier_failed", detail };
+}
+
+function checkModels({ invocation, config }: GateSubject): GateTrip | null {
+  const file = readModels(invocation.project, invocation.framework);
+  if (file === null || Object.keys(file.models).length < 2) return null;
+  const modelOf = (role: RoleName) => config.roles?.[role]?.model ?? file.default ?? "no model";
+  const [implement, verify] = [modelOf("implement"), modelOf("verify")];
+  const isSame = implement === verify ||
+    file.conflicts?.some((pair) => pair.includes(implement) && pair.includes(verify));
+  if (!isSame) return null;
+  const detail = `implement (${implement}) and verify (${verify}) count as the same model`;
+  return { haltReason: "human_intervention", detail };
 }
 
 async function runClaimLoopTask(invocation: Invocation): Promise<Answer> {
   const [name, task] = [readText(invocation, "claim-loop-task"), readText(invocation, "task")];
   return await withLoopLock(invocation, name, async (dir) => {
-    await claimForLoop(invocation, name, task, dir);
+    await claimForLoop(invocation.project, name, task, dir);
     return { json: { ok: true, loop: name, task }, text: `task ${task} belongs to loop ${name}` };
   });
 }
 
 /** Makes a loop the owner of a task, unless another loop or somebody's session has it. */
 async function claimForLoop(
-  invocation: Invocation,
+  project: string,
   loop: string,
   taskName: string,
   dir: string,
 ): Promise<void> {
-  const { project } = invocation;
-  const others = listLoops(project).filter((view) =>
-    view.name !== loop && view.state?.status !== "complete"
-  );
   await updateTask(project, taskName, (task) => {
-    const refuse = (why: string) =>
-      new RefusedError(`Cannot claim task "${taskName}" for loop "${loop}": ${why}`);
-    if (task.phase === "complete" || task.phase === WAITING_PHASE) {
-      throw refuse(`it is in ${task.phase}`);
-    }
-    const owner = others.find(({ name, state }) =>
-      task.loop === name || state?.current_task === taskName
-    );
-    if (owner !== undefined) throw refuse(`loop ${owner.name} has it`);
-    if (task.claimed_by !== null) throw refuse(`${task.claimed_by} has it`);
+    const refusal = refuseClaim(project, loop, task);
+    if (refusal !== null) throw refusal;
     task.loop = loop;
   });
   await releaseTasksOf(project, loop, taskName);
   // Within a tick the runner saves the current task itself, in the tick's one save.
   if (readEnv("AUTOMATON_NO_LOOP_LOCK") === "1") return;
-  const state = loadLoopState(dir);
-  state.current_task = taskName;
-  saveState(join(dir, ".state.loop"), state);
+  saveLoopState(dir, { ...loadLoopState(dir), current_task: taskName });
+}
+
+/** Why a loop may not have a task, or null when it may. */
+function refuseClaim(project: string, loop: string, task: TaskState): RefusedError | null {
+  const refuse = (why: string, hint: string) =>
+    new RefusedError(`Cannot claim task "${task.name}" for loop "${loop}": ${why}`, hint);
+  const show = `status --task ${task.name}`;
+  if (task.phase === "complete") return refuse("it is complete", show);
+  if (task.phase === WAITING_PHASE) {
+    return refuse("it waits for a person", `status --approve --task ${task.name}`);
+  }
+  const owner = findOwner(project, task, loop);
+  if (owner !== null) return refuse(`loop ${owner} has it`, "status --loop-list");
+  if (task.claimed_by === null) return null;
+  return refuse(`${task.claimed_by} has it`, `status --release --task ${task.name}`);
 }
 
 function runLoopList(invocation: Invocation): Answer {
   const loops = listLoops(invocation.project);
-  const json = {
-    loops: loops.map((view) => ({ ...summarizeLoop(view), ...describeLoopNow(view) })),
-  };
+  const json = { loops: loops.map(describeLoop) };
   if (loops.length === 0) {
     return { json, text: "no loops", hint: "status --create-loop NAME --from-template TEMPLATE" };
   }
   const rows = loops.map((view) => {
     const { name, state } = view;
     if (state === null) return [name, "broken", "-", "-", "-", view.problem];
-    const scores = state.score_history.map((score) => score.toFixed(2)).join(" ") || "-";
+    const scores = state.score_history.map((score) => score.toFixed(2)).join(" ");
     const wake = lastWake(view);
-    const woke = wake === null ? "never woke" : `woke ${describeAge(Date.now() - wake)}`;
     return [
       name,
       describeStatus(state),
       `${state.iteration_count}`,
-      scores,
+      scores || "-",
       state.current_task ?? "-",
-      woke,
+      wake === null ? "never" : describeAge(Date.now() - wake),
     ];
   });
+  const header = ["LOOP", "STATUS", "TICKS", "SCORES", "TASK", "LAST WAKE"];
+  return { json, text: renderTable([header, ...rows]) };
+}
+
+/** What the audit says about each loop. */
+function summarizeLoop({ name, state }: LoopView): Record<string, unknown> {
   return {
-    json,
-    text: renderTable([["LOOP", "STATUS", "TICKS", "SCORES", "TASK", "LAST WAKE"], ...rows])
-      .trimEnd(),
+    name,
+    status: state?.status ?? null,
+    halt_reason: state?.halt_reason ?? null,
+    iteration_count: state?.iteration_count ?? null,
+    last_tick_at: state?.last_tick_at ?? null,
+    schedule: null,
   };
 }
 
-function describeLoopNow(view: LoopView): Record<string, unknown> {
+function describeLoop(view: LoopView): Record<string, unknown> {
   const wake = lastWake(view);
   return {
+    ...summarizeLoop(view),
     current_task: view.state?.current_task ?? null,
     resumed_count: view.state?.resumed_count ?? null,
     score_history: view.state?.score_history ?? [],
@@ -2893,39 +2716,297 @@ function describeLoopNow(view: LoopView): Record<string, unknown> {
 
 async function runLoopLog(invocation: Invocation): Promise<Answer> {
   const dir = findLoopDir(invocation.project, readText(invocation, "loop-log"));
-  const count = readWholeNumber(invocation.given, "lines", { min: 1, max: 1_000_000 }) ??
-    DEFAULT_LOG_LINES;
-  const path = join(dir, ".state.log");
-  const older = readTextIfPresent(`${path}.1`) ?? "";
-  const lines = (older + (readTextIfPresent(path) ?? "")).split("\n").filter((line) => line !== "")
-    .slice(-count);
-  if (invocation.given.has("follow")) {
-    for (const line of lines) console.log(line);
-    await followLog(path);
-  }
-  return { json: { lines }, text: lines.length === 0 ? "the log is empty" : lines.join("\n") };
+  const bounds = { min: 1, max: 1_000_000 };
+  const count = readWholeNumber(invocation.given, "lines", bounds) ?? DEFAULT_LOG_LINES;
+  if (invocation.given.has("follow")) await followLog(dir, count, invocation.given.has("json"));
+  const lines = readLastLines(listLogs(dir), count);
+  const text = lines.length === 0 ? "the log is empty" : lines.map(renderLogLine).join("\n");
+  return { json: { lines: lines.map(parseLogLine) }, text };
 }
 
-/** Prints what is appended to a log, also across its rotation, until the process is ended. */
-async function followLog(path: string): Promise<never> {
-  let [offset, inode] = [fileSize(path), statInode(path)];
-  while (true) {
-    await sleep(500);
-    if (statInode(path) !== inode) [offset, inode] = [0, statInode(path)];
-    if (fileSize(path) <= offset) continue;
-    const text = (readTextIfPresent(path) ?? "").slice(0);
-    const bytes = new TextEncoder().encode(text);
-    Deno.stdout.writeSync(bytes.subarray(offset));
-    offset = bytes.length;
+/** The last lines of a log that was rotated; files come newest first. */
+function readLastLines(paths: readonly string[], count: number): string[] {
+  let lines: string[] = [];
+  for (const path of paths) {
+    if (lines.length >= count) break;
+    const older = (readTextIfPresent(path) ?? "").split("\n").filter((line) => line !== "");
+    lines = [...older.slice(-(count - lines.length)), ...lines];
   }
+  return lines;
 }
 
-function statInode(path: string): number | null {
+/** A log line as an object; one that is torn as the text it is. */
+function parseLogLine(line: string): unknown {
   try {
-    return Deno.statSync(path).ino;
+    return JSON.parse(line);
   } catch {
-    return null; // Between two files of a rotation.
+    return line; // A crash may have cut it short.
   }
+}
+
+/** A log line for people: time, event, and what goes with it. */
+function renderLogLine(line: string): string {
+  const entry = parseLogLine(line);
+  if (!isRecord(entry)) return JSON.stringify(line);
+  const { at, level, event, ...fields } = entry;
+  const details = Object.entries(fields).map(([key, value]) => `${key}=${JSON.stringify(value)}`);
+  const mark = level === "INFO" ? "" : ` ${level}`;
+  return [`${at}${mark} ${event}`, ...details].join(" ");
+}
+
+/** Prints the last lines of a log and what is appended to it, also across its rotation. */
+async function followLog(dir: string, count: number, isJson: boolean): Promise<never> {
+  const path = join(dir, ".state.log");
+  const print = (lines: readonly string[]) => {
+    for (const line of lines) console.log(isJson ? line : renderLogLine(line));
+  };
+  while (!existsSync(path)) await sleep(FOLLOW_INTERVAL_MS);
+  let file = Deno.openSync(path);
+  let readNew = makeLineReader(file);
+  const older = readLastLines(listLogs(dir).filter((each) => each !== path), count);
+  print([...older, ...readNew()].slice(-count));
+  while (true) {
+    await sleep(FOLLOW_INTERVAL_MS);
+    print(readNew());
+    if (isSameFile(file, path) || !existsSync(path)) continue;
+    print(readNew()); // What was written between the last look and the rotation.
+    file.close();
+    file = Deno.openSync(path);
+    readNew = makeLineReader(file);
+  }
+}
+
+/** @returns A function that reads the whole lines that were added since it was called last. */
+function makeLineReader(file: Deno.FsFile): () => string[] {
+  const [buffer, decoder] = [new Uint8Array(65_536), new TextDecoder()];
+  let rest = "";
+  return () => {
+    for (let size = file.readSync(buffer); size !== null; size = file.readSync(buffer)) {
+      rest += decoder.decode(buffer.subarray(0, size), { stream: true });
+    }
+    const lines = rest.split("\n");
+    rest = lines.pop()!;
+    return lines.filter((line) => line !== "");
+  };
+}
+
+/** A finding before it is sorted, and what it is about. */
+interface Finding {
+  readonly category: Violation["category"];
+  readonly message: string;
+  readonly task?: string;
+  readonly loop?: string;
+}
+
+const CATEGORIES: Readonly<
+  Record<Violation["category"], { title: string; severity: Violation["severity"] }>
+> = {
+  1: { title: "State", severity: "high" },
+  2: { title: "Documents", severity: "high" },
+  3: { title: "Stalled", severity: "med" },
+  4: { title: "Ownership and scope", severity: "high" },
+  5: { title: "Unfinished business", severity: "med" },
+  6: { title: "Housekeeping", severity: "low" },
+};
+
+async function runAudit(invocation: Invocation): Promise<Answer> {
+  const { project, given } = invocation;
+  const days = readWholeNumber(given, "stalled-days", { min: 1, max: 3650 }) ??
+    DEFAULT_STALLED_DAYS;
+  const tasks = auditTasks(project, days);
+  const loops = listLoops(project);
+  const findings = [...tasks.findings, ...auditOwnership(project, loops)];
+  for (const view of loops) findings.push(...await auditLoop(project, view));
+  const violations = findings.map(({ category, message, task, loop }): Violation => ({
+    category,
+    severity: CATEGORIES[category].severity,
+    task: task ?? null,
+    loop: loop ?? null,
+    message,
+    resolved: false,
+  })).sort(compareViolations);
+  const { total, untracked } = tasks;
+  const json = {
+    violations,
+    loops: loops.map(summarizeLoop),
+    total_tasks: total,
+    untracked_tasks: untracked,
+  };
+  const counts = `${countWords(total, "task")} (${untracked} untracked), ${
+    countWords(loops.length, "loop")
+  }`;
+  const text = [counts, ...renderViolations(violations), ...renderLoops(loops)].join("\n");
+  if (violations.length === 0) return { json, text };
+  return { json, text, hint: "status --task NAME shows a task, status --loop-log NAME a loop" };
+}
+
+/** Sorts by severity, category, task, and then by message so that the order is always the same. */
+function compareViolations(a: Violation, b: Violation): number {
+  const severities = ["high", "med", "low"];
+  const bySeverity = severities.indexOf(a.severity) - severities.indexOf(b.severity);
+  if (bySeverity !== 0) return bySeverity;
+  if (a.category !== b.category) return a.category - b.category;
+  return compareTexts(a.task ?? "", b.task ?? "") || compareTexts(a.message, b.message);
+}
+
+/** By code unit: the same order everywhere, and quick. */
+function compareTexts(a: string, b: string): number {
+  return a < b ? -1 : a > b ? 1 : 0;
+}
+
+function renderViolations(violations: readonly Violation[]): string[] {
+  return Object.entries(CATEGORIES).flatMap(([category, { title }]) => {
+    const own = violations.filter((violation) => violation.category === Number(category));
+    const found = own.map(({ severity, message }) => `  ${severity.padEnd(4)}  ${message}`);
+    return ["", `${category} ${title}: ${own.length || "nothing found"}`, ...found];
+  });
+}
+
+function renderLoops(loops: readonly LoopView[]): string[] {
+  const lines = loops.map((view) =>
+    `  ${view.name}: ${view.state === null ? view.problem : describeStatus(view.state)}`
+  );
+  return lines.length === 0 ? [] : ["", "Loops:", ...lines];
+}
+
+/** All tasks: what is wrong with them, and how many there are. */
+function auditTasks(
+  project: string,
+  stalledDays: number,
+): { findings: Finding[]; total: number; untracked: number } {
+  const findings: Finding[] = [];
+  let [total, untracked] = [0, 0];
+  for (const parent of [tasksDir(project), join(tasksDir(project), "complete")]) {
+    const isFinished = basename(parent) === "complete";
+    for (const name of listFolders(parent)) {
+      // Hidden: a task in the making. "complete" among the open ones: the folder of the others.
+      if (name.startsWith(".") || (name === "complete" && !isFinished)) continue;
+      total++;
+      const own = auditTask(join(parent, name), isFinished, stalledDays);
+      if (own === null) untracked++;
+      const messages = own ?? [{ category: 1, message: `task ${name} has no .state (untracked)` }];
+      for (const { category, message } of messages as Finding[]) {
+        findings.push({ category, message, task: name });
+      }
+    }
+  }
+  return { findings, total, untracked };
+}
+
+/** Findings about one task's folder; null for an untracked one. */
+function auditTask(dir: string, isFinished: boolean, stalledDays: number): Finding[] | null {
+  const name = basename(dir);
+  let task: TaskState;
+  try {
+    const text = readTextIfPresent(join(dir, ".state"));
+    if (text === null) return null;
+    task = parseTaskState(text, join(dir, ".state"));
+  } catch (error) {
+    return [{ category: 1, message: (error as Error).message }];
+  }
+  const isComplete = task.phase === "complete";
+  const findings: Finding[] = [];
+  const add = (category: Violation["category"], problem: string) => {
+    findings.push({ category, message: `task ${name} ${problem}` });
+  };
+  if (task.name !== name) add(1, `calls itself ${task.name} in its .state`);
+  if (!isKnownPhase(task.phase)) add(1, `is in the unknown phase "${task.phase}"`);
+  else {
+    const impossible = findImpossibleHistory(task);
+    if (impossible !== null) add(1, `has an impossible history: ${impossible}`);
+  }
+  for (const phase of listPhasesBehind(task)) {
+    const document = PHASE_DOCUMENTS[phase]!;
+    if (!isDocumentWritten(join(dir, document))) add(2, `has left ${phase} without ${document}`);
+  }
+  const isInWork = task.approved_at !== null || task.loop !== null || task.claimed_by !== null;
+  const idleMs = Date.now() - Date.parse(task.updated_at);
+  if (isInWork && !isComplete && task.phase !== WAITING_PHASE && idleMs > stalledDays * DAY_MS) {
+    add(3, `has not moved for more than ${countWords(stalledDays, "day")}`);
+  }
+  if (isComplete) {
+    for (const document of ["SPEC.md", "BUG_REPORT.md"]) {
+      const open = countOpenItems(join(dir, document));
+      if (open > 0) add(5, `is complete with ${countWords(open, "unchecked item")} in ${document}`);
+    }
+  }
+  if (isComplete && !isFinished) add(5, "is complete but not moved to tasks/complete/");
+  if (!isComplete && isFinished) add(5, "lies in tasks/complete/ unfinished");
+  return findings;
+}
+
+/** Unchecked items of a Markdown list. */
+function countOpenItems(path: string): number {
+  return readTextIfPresent(path)?.match(/^[ \t]*[-*+] \[ \]/gm)?.length ?? 0;
+}
+
+/** Who owns which task, as the loops have it. */
+function auditOwnership(project: string, loops: readonly LoopView[]): Finding[] {
+  const owners = new Map<string, Set<string>>();
+  const findings: Finding[] = [];
+  for (const { name, dir, state } of loops) {
+    const current = state?.current_task ?? null;
+    if (current === null || state?.status === "complete") continue;
+    const claimants = owners.get(current) ?? new Set();
+    owners.set(current, claimants.add(name));
+    const task = readTaskOrNull(project, current);
+    if (task === null) continue;
+    if (loops.some((other) => other.name === task.loop)) claimants.add(task.loop!);
+    const allowed = readConfigOrNull(dir)?.allowed_phases ?? LOOP_DEFAULTS.allowedPhases;
+    if (allowed.includes(task.phase)) continue;
+    const message = `loop ${name} has task ${current} in ${task.phase}, where it may not work`;
+    findings.push({ category: 4, task: current, loop: name, message });
+  }
+  for (const [task, claimants] of owners) {
+    if (claimants.size < 2) continue;
+    const names = [...claimants].sort().join(", ");
+    const message = `task ${task} is claimed by ${claimants.size} loops: ${names}`;
+    findings.push({ category: 4, task, message });
+  }
+  return findings;
+}
+
+function readConfigOrNull(dir: string): LoopConfig | null {
+  try {
+    return readLoopConfig(dir);
+  } catch {
+    return null; // An invalid loop.json is a finding of its own (category 6).
+  }
+}
+
+/** Findings about one loop: its state, its files, its scope. Messages are the same until it changes. */
+async function auditLoop(project: string, view: LoopView): Promise<Finding[]> {
+  const { name, dir, state } = view;
+  const findings: Finding[] = [];
+  const add = (category: Violation["category"], problem: string) => {
+    findings.push({ category, loop: name, message: `loop ${name} ${problem}` });
+  };
+  if (state === null) add(1, `has a broken state: ${view.problem}`);
+  try {
+    const config = readLoopConfig(dir);
+    if (state?.status === "running" && isOverdue(view, config)) {
+      add(6, "has not ticked for more than three intervals");
+    }
+    const outside = state === null ? [] : await listOutOfScope(project, state, config);
+    for (const path of outside) add(4, `changed ${JSON.stringify(path)} outside its file scope`);
+  } catch (error) {
+    add(6, `cannot be checked: ${(error as Error).message}`);
+  }
+  const isDone = state === null || state.status === "complete";
+  for (const folder of listFolders(dir)) {
+    const isLeftover = folder.startsWith("worktree.") || (isDone && folder === "worktree");
+    if (isLeftover) add(6, `leaves the folder ${join(dir, folder)} behind`);
+  }
+  for (const path of listLogs(dir)) {
+    if (Deno.statSync(path).size > LOG_LIMIT_BYTES) add(6, `has ${basename(path)} over its cap`);
+  }
+  return findings;
+}
+
+function isOverdue(view: LoopView, { schedule }: LoopConfig): boolean {
+  const intervalMs = (schedule?.interval_seconds ?? LOOP_DEFAULTS.intervalSeconds) * 1000;
+  const wake = lastWake(view);
+  return wake !== null && Date.now() - wake > 3 * intervalMs;
 }
 
 // --- Command table ---
@@ -2936,7 +3017,7 @@ export const OPTIONS: readonly OptionSpec[] = [
   { name: "project", value: "DIR", help: "the project (default: AUTOMATON_PROJECT, else found from here)" },
   { name: "title", value: "TEXT", help: "a task's title" },
   { name: "phase", value: "PHASE", help: "the phase a task starts in (from implement on: counts as approved)" },
-  { name: "reason", value: "TEXT", help: "why (a step back, a halt)" },
+  { name: "reason", value: "TEXT", help: "why: of a step back, of a wait for a person; of a halt, one of its words" },
   { name: "detail", value: "TEXT", help: "more words for the log of a halt" },
   { name: "session", value: "ID", help: "who claims a task" },
   { name: "file", value: "PATH", help: "the file that is asked about" },
@@ -2945,7 +3026,7 @@ export const OPTIONS: readonly OptionSpec[] = [
   { name: "stalled-days", value: "N", help: `idle days after which a task counts as stalled (${DEFAULT_STALLED_DAYS})` },
   { name: "from-template", value: "NAME", help: "a folder of templates/loops/" },
   { name: "no-worktree", help: "let the loop work in the project itself" },
-  { name: "force", help: "lose uncommitted changes" },
+  { name: "force", help: "lose what is nowhere else" },
   { name: "purge", help: "remove logs and outputs too" },
   { name: "now", help: "end the running harness instead of waiting for it" },
   { name: "lines", value: "N", help: `how many log lines (${DEFAULT_LOG_LINES})` },
@@ -2974,7 +3055,7 @@ export const COMMANDS: readonly Command[] = [
   { name: "resume-loop", value: "NAME", group: "Loops", help: "tick again after a pause", takes: ["lock-timeout"], writes: true, run: runResumeLoop },
   { name: "halt-loop", value: "NAME", group: "Loops", help: "trip the brake by hand", takes: ["reason", "detail", "lock-timeout"], needs: ["reason"], writes: true, run: runHaltLoop },
   { name: "can-continue", value: "NAME", group: "Loops", help: "OK, HALTED, PAUSED or COMPLETE", takes: [], writes: false, run: runCanContinue },
-  { name: "check-gate", value: "NAME", group: "Loops", help: "apply the brakes as before a tick", takes: ["task", "dry-run", "lock-timeout"], writes: true, run: runGateCommand },
+  { name: "check-gate", value: "NAME", group: "Loops", help: "apply the brakes as before a tick", takes: ["task", "dry-run", "lock-timeout"], writes: true, run: runCheckGate },
   { name: "claim-loop-task", value: "NAME", group: "Loops", help: "make a --task the loop's own", takes: ["task", "lock-timeout"], needs: ["task"], writes: true, run: runClaimLoopTask },
   { name: "loop-list", group: "Loops", help: "all loops and how they are", takes: [], writes: false, run: runLoopList },
   { name: "loop-log", value: "NAME", group: "Loops", help: "the last lines of a loop's log", takes: ["lines", "follow"], writes: false, run: runLoopLog },
@@ -2995,24 +3076,24 @@ Usage: status COMMAND [OPTION ...]
 
 ${groups.join("\n")}
 Options:
-${renderOptions(OPTIONS)}`;
+${renderOptions(OPTIONS)}`.trimEnd();
 }
 
 /** Finds the one command of a command line, and refuses options that do not go with it. */
-export function selectCommand(given: ReadonlyMap<string, string | true>): Command {
-  const named = COMMANDS.filter(({ name }) => given.has(name) && name !== "task");
-  if (named.length > 1) {
+function selectCommand(given: ReadonlyMap<string, string | true>): Command {
+  const named = COMMANDS.filter(({ name }) => given.has(name));
+  const [command, second] = named;
+  if (command === undefined) throw new UsageError("Cannot run without a command: see --help");
+  if (second !== undefined && second.name !== "task") {
     throw new UsageError(
-      `Cannot run "--${named[0]!.name}" and "--${named[1]!.name}" at once: give one command`,
+      `Cannot run "--${command.name}" and "--${second.name}" at once: give one command`,
     );
   }
-  const command = named[0] ?? COMMANDS.find(({ name }) => name === "task" && given.has(name));
-  if (command === undefined) throw new UsageError("Cannot run without a command: see --help");
   const fitting = [command.name, ...command.takes, ...COMMON_OPTIONS];
-  for (const name of given.keys()) {
-    if (!fitting.includes(name)) {
-      throw new UsageError(`Cannot use "--${name}" with "--${command.name}"`);
-    }
+  const misfit = [...given.keys()].find((name) => !fitting.includes(name));
+  if (misfit !== undefined) {
+    const takes = [...command.takes, ...COMMON_OPTIONS].map((name) => `--${name}`).join(", ");
+    throw new UsageError(`Cannot use "--${misfit}" with "--${command.name}": it takes ${takes}`);
   }
   const missing = command.needs?.find((name) => !given.has(name));
   if (missing !== undefined) {
@@ -3021,28 +3102,55 @@ export function selectCommand(given: ReadonlyMap<string, string | true>): Comman
   return command;
 }
 
-/** Refuses what a harness's role may not do; refusals go to the loop's log. */
-function guardRole(
-  command: Command,
-  given: ReadonlyMap<string, string | true>,
-  project: string,
-): void {
+/** Refuses what a harness's role may not do, and what only a person may. */
+function guardRole(command: Command, { given, project }: Invocation): void {
+  const actor = describeActor();
+  if (actor === "person" || !command.writes) return;
   const role = readEnv("AUTOMATON_ROLE");
-  if (role === undefined || !command.writes) return;
-  const task = readEnv("AUTOMATON_TASK");
-  const isOwnStep = command.name === "transition" &&
-    (task === undefined || given.get("task") === task);
-  if (role === "orchestrate" && isOwnStep) return;
-  const allowed = role === "orchestrate"
-    ? `one --transition of task ${task ?? "NAME"}`
-    : "no command that writes";
-  const message = `Cannot run "--${command.name}" as ${role}: this role may run ${allowed}`;
+  const refuse = (why: string) =>
+    new RefusedError(
+      `Cannot run "--${command.name}" as ${actor}: ${why}`,
+      "leave it to a person or to the tick",
+    );
+  if (command.name === "approve") throw refuse("only a person approves");
+  if (role === undefined) return; // The tick itself, not a session in it.
+  if (role !== "orchestrate") throw refuse(`the role ${role} may change nothing`);
+  const [task, home] = [readEnv("AUTOMATON_TASK"), readEnv("AUTOMATON_PROJECT")];
+  const isOwnTask = task === undefined || task === given.get("task");
+  const isOwnProject = home === undefined || resolve(home) === resolve(project);
+  if (command.name === "transition" && isOwnTask && isOwnProject) return;
+  throw refuse(`this role may run one --transition --task ${task ?? "NAME"}`);
+}
+
+/** Tells the loop's log what a session of it was refused. */
+function logRefusal(project: string, message: string): void {
   const loop = readEnv("AUTOMATON_LOOP");
-  if (loop !== undefined && NAME_PATTERN.test(loop)) {
-    const dir = join(loopsDir(project), loop);
-    if (isDirectory(dir)) logEvent(dir, "WARNING", "REFUSED", { message });
+  if (loop === undefined || !NAME_PATTERN.test(loop)) return;
+  const dir = join(loopsDir(project), loop);
+  if (isLoopDir(dir)) logEvent(dir, "WARNING", "REFUSED", { message });
+}
+
+async function runCommandLine(
+  given: ReadonlyMap<string, string | true>,
+  framework: string,
+): Promise<Answer> {
+  if (given.has("help")) return { json: { help: renderHelp() }, text: renderHelp() };
+  if (given.has("version")) {
+    const version = readVersion(framework);
+    return { json: { version }, text: `status ${version}` };
   }
-  throw new RefusedError(message);
+  const command = selectCommand(given);
+  const flag = given.get("project");
+  const project = findProjectDir(typeof flag === "string" ? flag : undefined, !!command.creates);
+  const invocation = { given, framework, project };
+  try {
+    guardRole(command, invocation);
+    return await command.run(invocation);
+  } catch (error) {
+    const isSession = readEnv("AUTOMATON_ROLE") !== undefined;
+    if (isSession && error instanceof RefusedError) logRefusal(project, error.message);
+    throw error;
+  }
 }
 
 // --- Main ---
@@ -3051,27 +3159,11 @@ function guardRole(
 export async function main(args: readonly string[]): Promise<number> {
   try {
     const given = parseCommandLine(args, [...COMMANDS, ...OPTIONS]);
-    const framework = findFrameworkDir(import.meta.url);
-    if (given.has("help")) {
-      console.log(renderHelp().trimEnd());
-      return 0;
-    }
-    if (given.has("version")) {
-      console.log(`status ${readVersion(framework)}`);
-      return 0;
-    }
-    const command = selectCommand(given);
     clearGitEnvironment();
-    const flag = given.get("project");
-    const project = findProjectDir(
-      flag === undefined ? undefined : `${flag}`,
-      command.creates === true,
-    );
-    guardRole(command, given, project);
-    const answer = await command.run({ given, framework, project });
-    if (!given.has("json") || args.includes("--follow")) console.log(answer.text);
-    if (answer.hint !== undefined) console.error(`hint: ${answer.hint}`);
+    const answer = await runCommandLine(given, findFrameworkDir(import.meta.url));
     if (given.has("json")) console.log(JSON.stringify({ schema_version: 1, ...answer.json }));
+    else console.log(answer.text);
+    if (answer.hint !== undefined) console.error(`hint: ${answer.hint}`);
     return answer.exitCode ?? 0;
   } catch (error) {
     return reportFailure(error, "status", args);

@@ -105,14 +105,14 @@ export interface GateTrip {
 }
 
 /** What a command was given. */
-interface Invocation {
+export interface Invocation {
   readonly given: ReadonlyMap<string, string | true>;
   readonly framework: string;
   readonly project: string;
 }
 
 /** What a command answers: one object for `--json`, else text; a hint where the answer is no. */
-interface Answer {
+export interface Answer {
   readonly json: Readonly<Record<string, unknown>>;
   readonly text: string;
   readonly hint?: string;
@@ -120,7 +120,7 @@ interface Answer {
 }
 
 /** One command of the table: its flag, what goes with it, whether it writes. */
-interface Command extends OptionSpec {
+export interface Command extends OptionSpec {
   readonly group: "Tasks" | "Loops";
   /** Options that the command takes, besides those that all take. */
   readonly takes: readonly string[];
@@ -3156,7 +3156,7 @@ async function runCommandLine(
 // --- Main ---
 
 /** Runs one command line; returns the exit code. */
-export async function main(args: readonly string[]): Promise<number> {
+export async function runStatus(args: readonly string[]): Promise<number> {
   try {
     const given = parseCommandLine(args, [...COMMANDS, ...OPTIONS]);
     clearGitEnvironment();
@@ -3170,4 +3170,4 @@ export async function main(args: readonly string[]): Promise<number> {
   }
 }
 
-if (import.meta.main) Deno.exit(await main(Deno.args));
+if (import.meta.main) Deno.exit(await runStatus(Deno.args));

@@ -58,6 +58,7 @@ const DEFAULT_LOCK_TIMEOUT_S = 10;
 const DEFAULT_STALLED_DAYS = 7;
 const DEFAULT_LOG_LINES = 20;
 const FOLLOW_INTERVAL_MS = 200;
+const HALT_HOOK_TIMEOUT_MS = 60_000;
 const DAY_MS = 86_400_000;
 
 // --- Types ---
@@ -1710,14 +1711,53 @@ function makeLoopState(name: string): LoopState {
 }
 
 /** Halts a loop: state and log line; a halt that was there already keeps its reason. */
-function haltLoop(dir: string, state: LoopState, { haltReason, detail }: GateTrip): void {
+async function haltLoop(
+  invocation: Invocation,
+  dir: string,
+  { state, trip }: { state: LoopState; trip: GateTrip },
+): Promise<void> {
   if (state.status === "halted") return;
   state.status = "halted";
-  state.halt_reason = haltReason;
+  state.halt_reason = trip.haltReason;
   saveLoopState(dir, state);
   const { iteration_count, resumed_count } = state;
-  const fields = { halt_reason: haltReason, detail, iteration_count, resumed_count };
+  const fields = {
+    halt_reason: trip.haltReason,
+    detail: trip.detail,
+    iteration_count,
+    resumed_count,
+  };
   logEvent(dir, "WARNING", "HALTED", fields);
+  await runHaltHook(invocation, dir, trip);
+}
+
+/** Tells the loop's own command of a halt; whatever becomes of it, the halt stands. */
+async function runHaltHook(
+  { project, framework }: Invocation,
+  dir: string,
+  { haltReason, detail }: GateTrip,
+): Promise<void> {
+  const argv = readConfigOrNull(dir)?.hooks?.on_halt;
+  if (argv === undefined) return;
+  const env = {
+    AUTOMATON_HOME: framework,
+    AUTOMATON_PROJECT: project,
+    AUTOMATON_LOOP: basename(dir),
+    // What an agent may have written must not approve anything by way of a hook.
+    AUTOMATON_ROLE: "verify",
+    AUTOMATON_EVENT: "halt",
+    AUTOMATON_REASON: haltReason,
+    AUTOMATON_DETAIL: detail,
+  };
+  const { code, stderr } = await runCommand(argv, {
+    cwd: project,
+    env,
+    timeoutMs: HALT_HOOK_TIMEOUT_MS,
+  });
+  if (code === 0) return;
+  const message = `the on_halt hook failed: ${stderr || `exit code ${code}`}`;
+  logEvent(dir, "WARNING", "WARNING", { message });
+  console.error(`warning: ${message}`);
 }
 
 /** Turns a pause request into the paused state; only for a running loop, under its lock. */
@@ -2288,7 +2328,7 @@ async function runHaltLoop(invocation: Invocation): Promise<Answer> {
   const name = readText(invocation, "halt-loop");
   const haltReason = checkWord("reason", readText(invocation, "reason"), HALT_REASONS);
   const detail = optionalLine(invocation, "detail") ?? `halted by ${describeActor()}`;
-  return await withLoopLock(invocation, name, (dir) => {
+  return await withLoopLock(invocation, name, async (dir) => {
     const state = loadLoopState(dir);
     if (state.status === "complete") {
       throw new RefusedError(
@@ -2297,7 +2337,7 @@ async function runHaltLoop(invocation: Invocation): Promise<Answer> {
       );
     }
     const wasHalted = state.status === "halted";
-    haltLoop(dir, state, { haltReason, detail });
+    await haltLoop(invocation, dir, { state, trip: { haltReason, detail } });
     const json = { ok: true, loop: name, status: state.status, halt_reason: state.halt_reason };
     const text = wasHalted
       ? `loop ${name} was halted before: ${state.halt_reason}`
@@ -2531,7 +2571,7 @@ async function checkGate(invocation: Invocation, dir: string, isDryRun: boolean)
   const trip = state.status === "running" ? await findTrip(subject) : null;
   if (trip !== null && isDryRun) {
     Object.assign(state, { status: "halted", halt_reason: trip.haltReason });
-  } else if (trip !== null) haltLoop(dir, state, trip);
+  } else if (trip !== null) await haltLoop(subject.invocation, dir, { state, trip });
   return answerGate(basename(dir), subject, trip);
 }
 

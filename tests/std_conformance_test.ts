@@ -147,23 +147,6 @@ const PARSE_CASES: ParseCase[] = [
     result: { "no-worktree": true, _: ["x"] },
   },
   {
-    name: "aliases",
-    args: ["-h", "-n", "5"],
-    options: { boolean: ["help"], string: ["lines"], alias: { help: "h", lines: ["n"] } },
-    result: { help: true, h: true, lines: "5", n: "5", _: [] },
-  },
-  {
-    name: "letters in a row",
-    args: ["-abc", "-n5", "-o=x"],
-    result: { a: true, b: true, c: true, n: 5, o: "x", _: [] },
-  },
-  {
-    name: "nothing after the first word, when told to stop early",
-    args: ["--json", "run", "--mode", "x"],
-    options: { boolean: ["json"], string: ["mode"], stopEarly: true },
-    result: { json: true, _: ["run", "--mode", "x"] },
-  },
-  {
     name: "a single dash as a word",
     args: ["-"],
     result: { _: ["-"] },

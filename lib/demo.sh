@@ -199,6 +199,8 @@ main() {
   cd "$directory" || die "Cannot enter folder \"$directory\""
   # Also an exit half-way says where to look.
   trap 'printf "\ndemo project: %s\n" "$directory"' EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
   project
   story
   outcome

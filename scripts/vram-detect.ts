@@ -703,6 +703,10 @@ export function parseCommandLine(
 ): Map<string, string | true> {
   const valued = options.filter((option) => option.value !== undefined).map((o) => o.name);
   const switches = options.filter((option) => option.value === undefined).map((o) => o.name);
+  const misused = switches.find((name) => args.some((word) => word.startsWith(`--${name}=`)));
+  if (misused !== undefined) {
+    throw new UsageError(`Cannot read flag "--${misused}": it takes no value`);
+  }
   const parsed: Record<string, unknown> = parseArgs([...args], {
     string: [...valued, "_"],
     boolean: switches,

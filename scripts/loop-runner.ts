@@ -2167,7 +2167,7 @@ function startProgress(
       shownAt = Date.now();
       // deno-lint-ignore no-control-regex -- a harness's control characters must not reach the screen.
       const plain = line.replace(/\u001b\[[0-?]*[ -/]*[@-~]|[\u0000-\u001f\u007f-\u009f]/g, "");
-      const columns = Deno.consoleSize().columns;
+      const columns = Deno.consoleSize().columns || 80;
       write(`\r\u001b[K${`${head()}  ${plain}`.slice(0, columns - 1)}`);
     },
     end() {
@@ -2751,7 +2751,7 @@ function noteUsage(tick: Tick, role: RoleName, usage: UsageReport | null): void 
 }
 
 /** Step 6: the harness works; what it made is the artifact, or the runner makes it from its traces. */
-async function implement(tick: Tick): Promise<{ diff: string }> {
+async function implement(tick: Tick): Promise<{ report: string; diff: string }> {
   const artifact = outputPath(tick, "implement.json");
   const before = await fingerprint(tick);
   const outcome = await runRole(tick, "implement", {});
@@ -2763,16 +2763,14 @@ async function implement(tick: Tick): Promise<{ diff: string }> {
     warn(tick, `${outcome.message}, with changes left: they are verified`);
   }
   const diff = await readDiff(tick);
-  if (!existsSync(artifact)) {
-    const failure = outcome.result === "ok" ? "" : `# Outcome\n${outcome.message}\n\n`;
-    const said = (outcome.usage?.text ?? outcome.stdoutTail).trim();
-    Deno.writeTextFileSync(
-      artifact,
-      `${failure}# Output\n${said}\n\n# Changes against the base\n${diff}`,
-    );
-  }
   tick.summary.artifacts.artifact = artifact;
-  return { diff };
+  const written = readTextIfPresent(artifact);
+  if (written !== null) return { report: written, diff };
+  const failure = outcome.result === "ok" ? "" : `# Outcome\n${outcome.message}\n\n`;
+  const report = `${failure}# Output\n${(outcome.usage?.text ?? outcome.stdoutTail).trim()}\n`;
+  Deno.writeTextFileSync(artifact, `${report}\n# Changes against the base\n${diff}`);
+  // The verifier's prompt has the changes by a token of their own: once is enough.
+  return { report, diff };
 }
 
 /** Step 7: loop.json's own commands, which no verdict can overrule. */
@@ -2824,11 +2822,11 @@ function renderChecks(results: readonly CheckResult[]): string {
 /** Step 8: a second session judges; only what it prints counts, and only if it changed nothing. */
 async function verify(
   tick: Tick,
-  { diff, checks }: { diff: string; checks: readonly CheckResult[] },
+  { report, diff, checks }: { report: string; diff: string; checks: readonly CheckResult[] },
 ): Promise<Verdict> {
   const before = await fingerprint(tick);
   const outcome = await runRole(tick, "verify", {
-    "{artifact_content}": readTextIfPresent(outputPath(tick, "implement.json")) ?? "",
+    "{artifact_content}": report,
     "{diff}": diff,
     "{check_results}": renderChecks(checks),
     "{verdict_nonce}": tick.verdictNonce,
@@ -3096,9 +3094,9 @@ async function runSteps(tick: Tick): Promise<void> {
   await timed(summary, "context", () => checkContextFloor(tick));
   if (tick.isDryRun) return printDryRun(tick);
   removeStaleOutputs(tick);
-  const { diff } = await implement(tick);
+  const { report, diff } = await implement(tick);
   const checks = await timed(summary, "checks", () => runChecks(tick));
-  const verdict = await verify(tick, { diff, checks });
+  const verdict = await verify(tick, { report, diff, checks });
   await orchestrate(tick, verdict);
   await commitWork(tick, verdict);
   await saveTick(tick, verdict);

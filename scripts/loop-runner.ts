@@ -1545,8 +1545,9 @@ export function fillPrompt(
   return substituteTokens(template, fitted);
 }
 
-/** A prompt's text: the loop's own file, else the framework's, else the reference itself. */
-function readPromptTemplate(tick: Tick, reference: string): string {
+/** A role's prompt as written: the loop's own file, else the framework's, else the reference itself. */
+function readPromptTemplate(tick: Tick, role: RoleName): string {
+  const reference = tick.config.roles?.[role]?.prompt ?? DEFAULT_PROMPTS[role];
   if (!/[\n\0]/.test(reference) && reference.length < 1024) {
     for (const folder of [tick.dir, join(tick.framework, "prompts")]) {
       const path = join(folder, reference);
@@ -1589,7 +1590,7 @@ function commonValues(tick: Tick): Record<string, string> {
 /** Resolves a role's prompt and writes it where the harness finds it. */
 function writePrompt(tick: Tick, role: RoleName, values: Readonly<Record<string, string>>): string {
   const config = tick.config.roles?.[role];
-  const template = readPromptTemplate(tick, config?.prompt ?? DEFAULT_PROMPTS[role]);
+  const template = readPromptTemplate(tick, role);
   const budget = Math.min(config?.tier ?? DEFAULT_TIER_TOKENS, tick.windowTokens);
   const prompt = fillPrompt(template, {
     ...commonValues(tick),
@@ -2769,8 +2770,9 @@ async function implement(tick: Tick): Promise<{ report: string; diff: string }> 
   const failure = outcome.result === "ok" ? "" : `# Outcome\n${outcome.message}\n\n`;
   const report = `${failure}# Output\n${(outcome.usage?.text ?? outcome.stdoutTail).trim()}\n`;
   Deno.writeTextFileSync(artifact, `${report}\n# Changes against the base\n${diff}`);
-  // The verifier's prompt has the changes by a token of their own: once is enough.
-  return { report, diff };
+  // A prompt that asks for the changes by their own token need not show them twice.
+  const isDiffShown = readPromptTemplate(tick, "verify").includes("{diff}");
+  return { report: isDiffShown ? report : Deno.readTextFileSync(artifact), diff };
 }
 
 /** Step 7: loop.json's own commands, which no verdict can overrule. */

@@ -3179,6 +3179,12 @@ function selectEntry(
   }
   const tokens = entry.context_tokens;
   const kvType = entry.kv_type;
+  if (kvType !== undefined && !Object.hasOwn(KV_TYPES, kvType)) {
+    const known = Object.keys(KV_TYPES).join(", ");
+    throw refusal(
+      `Cannot use models.json: model "${name}": kv_type "${kvType}" is none of ${known}`,
+    );
+  }
   return {
     name,
     path: entry.gguf === undefined ? null : resolveModelPath(entry.gguf, baseDir),

@@ -1,0 +1,405 @@
+/**
+ * Devices: pure parsers over the texts that real programs print (tests/fixtures/vram, from public
+ * reports, identifiers changed), and the program with stand-ins for them on PATH.
+ */
+import { assert, assertEquals, assertMatch, assertStringIncludes } from "@std/assert";
+import { join } from "@std/path";
+import {
+  isAlive,
+  lastJson,
+  makeScratch,
+  poll,
+  ROOT,
+  run,
+  runProgram,
+  type Scratch,
+  writeFile,
+  writeScript,
+} from "./helpers.ts";
+import { at, GIB, MIB, writeFamily } from "./vram_support.ts";
+import {
+  type DeviceReport,
+  parseAmdSysfs,
+  parseAppleSysctl,
+  parseHostMemory,
+  parseIntelSysfs,
+  parseLinuxFacts,
+  parseNvidiaSmi,
+  parseRocmSmi,
+  parseWindowsMemory,
+  parseWindowsRegistry,
+  type ProbeOutput,
+} from "../scripts/vram-detect.ts";
+
+const fixturePath = (name: string) => join(ROOT, "tests", "fixtures", "vram", name);
+const fixture = (name: string) => Deno.readTextFileSync(fixturePath(name));
+const printed = (stdout: string, code = 0): ProbeOutput => ({
+  end: "exited",
+  code,
+  stdout,
+  stderr: "",
+});
+const facts = (name: string) => parseLinuxFacts(fixture(name));
+const HOST = { totalBytes: 128 * GIB, availableBytes: 100 * GIB, unknownReason: null, note: null };
+
+/** A device in short: kind, free MiB (or why unknown), total MiB. */
+function brief(device: DeviceReport | undefined): [string, number | string | null, number | null] {
+  if (device === undefined) return ["none", null, null];
+  const { kind, free_bytes, unknown_reason, total_bytes } = device;
+  const free = free_bytes === null ? unknown_reason : free_bytes / MIB;
+  return [kind, free, total_bytes === null ? null : total_bytes / MIB];
+}
+
+Deno.test("parseNvidiaSmi() reads two cards in MiB", () => {
+  const { state, devices } = parseNvidiaSmi(printed(fixture("nvidia-two-cards.txt")), null, HOST);
+  assertEquals(state, "found");
+  assertEquals(devices.map(brief), [["discrete", 23802, 24564], ["discrete", 11754, 12288]]);
+  assertEquals(devices[0]?.name, "NVIDIA GeForce RTX 4090");
+});
+
+Deno.test("parseNvidiaSmi() takes a card without figures for unknown, never for empty", () => {
+  for (
+    const [name, words] of [
+      ["nvidia-not-supported.txt", "[Not Supported]"],
+      ["nvidia-mig.txt", "[Insufficient Permissions]"],
+      ["nvidia-lost.txt", "[GPU is lost]"],
+    ] as const
+  ) {
+    const { state, devices } = parseNvidiaSmi(printed(fixture(name)), null, HOST);
+    assertEquals([state, devices.length, devices[0]?.free_bytes], ["found", 1, null]);
+    assertStringIncludes(devices[0]?.unknown_reason ?? "", words);
+  }
+  const mixed = parseNvidiaSmi(printed(fixture("nvidia-na.txt")), null, HOST);
+  assertEquals(mixed.devices.map((device) => device.free_bytes), [23802 * MIB, null]);
+});
+
+Deno.test("parseNvidiaSmi() gives a GPU that shares the machine's memory what is available there", () => {
+  const { devices } = parseNvidiaSmi(printed(fixture("nvidia-gb10.txt")), null, HOST);
+  assertEquals(brief(devices[0]), ["integrated", 100 * 1024, 128 * 1024]);
+  assertEquals(devices[0]?.note, "shares the machine's memory");
+  const blind = parseNvidiaSmi(printed(fixture("nvidia-gb10.txt")), null, null);
+  assertEquals(brief(blind.devices[0])[1], "the machine's memory could not be read");
+});
+
+Deno.test("parseNvidiaSmi() repeats the words of a driver that fails, and knows no cards then", () => {
+  const cases: [ProbeOutput, string, RegExp][] = [
+    [
+      printed(fixture("nvidia-mismatch.txt"), 18),
+      "unknown",
+      /exited with 18: Failed to initialize NVML: Driver\/library version mismatch/,
+    ],
+    [
+      printed(fixture("nvidia-no-driver.txt"), 9),
+      "unknown",
+      /exited with 9: NVIDIA-SMI has failed because/,
+    ],
+    [printed(fixture("nvidia-none.txt"), 6), "absent", /No devices were found/],
+    [printed(fixture("nvidia-none.txt")), "absent", /No devices were found/],
+    [{ end: "missing" }, "absent", /is not installed/],
+    [{ end: "timeout", deadlineMs: 5000 }, "unknown", /gave no answer within 5 s/],
+    [
+      { end: "failed", message: "Permission denied" },
+      "unknown",
+      /could not be run: Permission denied/,
+    ],
+    [printed("Driver says hello\n"), "unknown", /a line that is no card: Driver says hello/],
+    [printed(""), "absent", /lists no card/],
+  ];
+  for (const [output, state, reason] of cases) {
+    const report = parseNvidiaSmi(output, null, HOST);
+    assertEquals([report.state, report.devices], [state, []]);
+    assertMatch(report.reason ?? "", reason);
+  }
+});
+
+Deno.test("parseNvidiaSmi() honours CUDA_VISIBLE_DEVICES: indexes, uuids, order, the first wrong entry", () => {
+  const shown = (visible: string) =>
+    parseNvidiaSmi(printed(fixture("nvidia-two-cards.txt")), visible, HOST);
+  const frees = (visible: string) => shown(visible).devices.map((d) => (d.free_bytes ?? 0) / MIB);
+  assertEquals(frees("1"), [11754]);
+  assertEquals(frees("1,0"), [11754, 23802]);
+  assertEquals(frees("GPU-9b7e"), [11754]);
+  assertEquals(frees("0,7,1"), [23802]);
+  assertEquals(frees("0,0,1"), [23802]);
+  assertEquals(["", "-1", "7"].map((visible) => shown(visible).state), [
+    "absent",
+    "absent",
+    "absent",
+  ]);
+  assertEquals(shown("MIG-3f2a").state, "unknown");
+});
+
+Deno.test("parseAmdSysfs() reads a card of its own, and an APU together with the machine's memory", () => {
+  const discrete = facts("linux-amd-discrete.txt");
+  const card = parseAmdSysfs(discrete, null, parseHostMemory(discrete));
+  assertEquals(card.devices.map(brief), [
+    ["discrete", (25753026560 - 1294256640) / MIB, 25753026560 / MIB],
+  ]);
+  assertEquals(card.devices[0]?.name, "AMD card0 (1002:744C)");
+
+  const apu = facts("linux-amd-apu.txt");
+  const host = parseHostMemory(apu);
+  // The pool of carve-out and borrowed memory, cut to what the machine has available.
+  const available = 117440512 * 1024 + (536870912 - 134217728);
+  const pool = 536870912 - 134217728 + 128849018880 - 536870912;
+  assertEquals(brief(parseAmdSysfs(apu, null, host).devices[0]), [
+    "integrated",
+    Math.min(available, pool) / MIB,
+    (536870912 + 128849018880) / MIB,
+  ]);
+  const tight = { ...HOST, availableBytes: 10 * GIB };
+  assertEquals(brief(parseAmdSysfs(apu, null, tight).devices[0])[1], 10 * 1024 + 384);
+  assertEquals(parseAmdSysfs(apu, null, null).state, "unknown");
+});
+
+Deno.test("parseAmdSysfs() does not know the memory of a card whose numbers are missing or absurd", () => {
+  const files = new Map(facts("linux-amd-discrete.txt"));
+  files.set("/sys/class/drm/card0/device/mem_info_vram_used", "99999999999999");
+  assertEquals(parseAmdSysfs(files, null, HOST).state, "unknown");
+  files.delete("/sys/class/drm/card0/device/mem_info_vram_used");
+  assertEquals(parseAmdSysfs(files, null, HOST).state, "unknown");
+  assertEquals(parseAmdSysfs(files, "", HOST).state, "absent");
+  assertEquals(parseAmdSysfs(new Map(), null, HOST).state, "absent");
+});
+
+Deno.test("parseRocmSmi() reads numbers that are texts, after warnings", () => {
+  const { devices } = parseRocmSmi(printed(fixture("rocm-smi.txt")), null);
+  assertEquals(devices.map(brief), [
+    ["discrete", (25753026560 - 294256640) / MIB, 25753026560 / MIB],
+    ["discrete", (17163091968 - 10809344) / MIB, 17163091968 / MIB],
+  ]);
+  assertEquals(parseRocmSmi(printed(fixture("rocm-smi.txt")), "1").devices.length, 1);
+});
+
+Deno.test("parseRocmSmi() does not know what it cannot read", () => {
+  assertEquals(parseRocmSmi({ end: "missing" }, null).state, "absent");
+  const odd = [
+    '{"card0": {"VRAM Total Memory (B)": "N/A", "VRAM Total Used Memory (B)": "0"}}',
+    "{}",
+  ];
+  const states = [
+    printed(fixture("rocm-smi-no-driver.txt"), 255),
+    printed(fixture("rocm-smi-no-driver.txt")),
+    printed(odd[1] ?? ""),
+    printed("{torn"),
+  ].map((output) => parseRocmSmi(output, null).state);
+  assertEquals(states, ["unknown", "unknown", "unknown", "unknown"]);
+  assertEquals(parseRocmSmi(printed(odd[0] ?? ""), null).devices[0]?.free_bytes, null);
+});
+
+Deno.test("parseIntelSysfs() knows what is free with i915 alone, and leaves integrated GPUs out", () => {
+  const { devices } = parseIntelSysfs(facts("linux-intel.txt"));
+  assertEquals(devices.map((device) => device.id), ["card1", "card2"]);
+  assertEquals(brief(devices[0]), ["discrete", 16106127360 / MIB, 17079205888 / MIB]);
+  assertEquals(brief(devices[1]), [
+    "discrete",
+    "the driver does not tell how much of it is free",
+    12288,
+  ]);
+  assertEquals(parseIntelSysfs(facts("linux-amd-apu.txt")).state, "absent");
+});
+
+Deno.test("parseAppleSysctl() uses the limit that is set, and estimates the default", () => {
+  const usable = (stdout: string) => {
+    const { devices } = parseAppleSysctl(printed(stdout));
+    return [(devices[0]?.free_bytes ?? 0) / MIB, devices[0]?.note?.startsWith("an estimate")];
+  };
+  assertEquals(usable("137438953472\n0\n"), [96 * 1024, true]);
+  assertEquals(usable("38654705664\n0\n"), [24 * 1024, true]);
+  assertEquals(usable("17179869184\n0\n"), [Math.floor(17179869184 * 2 / 3) / MIB, true]);
+  assertEquals(usable("137438953472\n122880\n"), [120 * 1024, false]);
+  // More than there is cannot be wired.
+  assertEquals(usable("17179869184\n999999\n"), [16 * 1024, false]);
+});
+
+Deno.test("parseAppleSysctl() knows nothing on a Mac without the setting or with odd words", () => {
+  assertEquals(parseAppleSysctl(printed("17179869184\n", 1)).state, "absent");
+  assertEquals(parseAppleSysctl(printed("", 1)).state, "unknown");
+  assertEquals(parseAppleSysctl(printed("lots\n0\n")).state, "unknown");
+  assertEquals(parseAppleSysctl({ end: "missing" }).state, "unknown");
+});
+
+Deno.test("parseWindowsRegistry() reads sizes above 4 GiB, and never those of 32 bits", () => {
+  const { devices } = parseWindowsRegistry(printed(fixture("windows-registry.txt")));
+  assertEquals(devices.map((device) => (device.total_bytes ?? 0) / MIB), [24560, 512]);
+  assert(devices.every((device) => device.free_bytes === null && device.unknown_reason !== null));
+  assertEquals(
+    parseWindowsRegistry(printed(fixture("windows-registry-32-bit.txt"))).state,
+    "absent",
+  );
+  assertEquals(parseWindowsRegistry({ end: "timeout", deadlineMs: 5000 }).state, "unknown");
+});
+
+Deno.test("parseWindowsMemory() reads free and total KiB", () => {
+  assertEquals(parseWindowsMemory(printed("8388608 16777216\r\n"))?.availableBytes, 8 * GIB);
+  assertEquals(parseWindowsMemory(printed("nothing\r\n")), null);
+  assertEquals(parseWindowsMemory({ end: "missing" }), null);
+});
+
+Deno.test("parseHostMemory() takes what is available, not what is free, and cuts it to the control groups", () => {
+  const plain = parseHostMemory(facts("linux-amd-discrete.txt"));
+  assertEquals(plain?.availableBytes, 58123456 * 1024);
+  // Version 2: the limit of the parent, its droppable cache not counted as used.
+  const v2 = parseHostMemory(facts("linux-cgroup-v2.txt"));
+  assertEquals(v2?.availableBytes, 17179869184 - (10737418240 - 7516192768));
+  assertEquals(v2?.totalBytes, 16 * GIB);
+  assertEquals(v2?.note, "limited by control group /sys/fs/cgroup/user.slice");
+  // Version 1: the enormous number of the child means none.
+  const v1 = parseHostMemory(facts("linux-cgroup-v1.txt"));
+  assertEquals(v1?.availableBytes, 8 * GIB - (6 * GIB - 3 * GIB));
+});
+
+Deno.test("parseHostMemory() does not guess where the kernel does not tell", () => {
+  assertEquals(parseHostMemory(new Map()), null);
+  const old = parseHostMemory(new Map([["/proc/meminfo", "MemTotal: 1024 kB\nMemFree: 512 kB"]]));
+  assertEquals([old?.availableBytes, old?.unknownReason], [
+    null,
+    "/proc/meminfo has no MemAvailable",
+  ]);
+});
+
+// From here on: the program itself, with stand-ins on PATH.
+
+/** Puts stand-ins in front of the system's programs: nvidia-smi, and what /proc and /sys hold. */
+function fakeMachine(scratch: Scratch, { smi, linux }: { smi?: string; linux?: string }): void {
+  if (smi !== undefined) writeScript(join(scratch.bin, "nvidia-smi"), smi);
+  if (linux === undefined) return;
+  // The program asks for these facts with `sh -c`; every other use of sh goes to the real one.
+  writeScript(
+    join(scratch.bin, "sh"),
+    `#!/bin/sh\ncase $2 in *meminfo*) exec cat '${
+      fixturePath(linux)
+    }' ;; *) exec /bin/sh "$@" ;; esac\n`,
+  );
+}
+
+/** Asks the program about a model on this machine as faked. */
+async function ask(scratch: Scratch, env: Record<string, string> = {}, ...more: string[]) {
+  const path = writeFamily(scratch, "Qwen3-8B");
+  const args = ["--json", "--model", path, ...more];
+  const result = await runProgram(scratch, "vram-detect", args, { env });
+  return { result, report: lastJson(result) };
+}
+
+/** The same through peak.ts, which adds the memory taken at most to stderr. */
+async function askForPeak(scratch: Scratch) {
+  const path = writeFamily(scratch, "Qwen3-8B");
+  const argv = [Deno.execPath(), "run", "-qA", "--config", join(ROOT, "deno.json")];
+  const result = await run(scratch, [...argv, fixturePath("peak.ts"), "--json", "--model", path]);
+  return { result, report: lastJson(result) };
+}
+
+const catSmi = (name: string, code = 0) =>
+  `#!/bin/sh\n/bin/cat '${fixturePath(name)}'\nexit ${code}\n`;
+
+Deno.test("vram-detect adds the cards of nvidia-smi up and honours CUDA_VISIBLE_DEVICES", async () => {
+  using scratch = makeScratch();
+  fakeMachine(scratch, { smi: catSmi("nvidia-two-cards.txt"), linux: "linux-amd-apu.txt" });
+  const both = (await ask(scratch)).report;
+  assertEquals(at(both, "budget", "pool"), "discrete");
+  assertEquals(at(both, "budget", "total_bytes"), (23802 - 1024 + 11754 - 1024) * MIB);
+  const one = (await ask(scratch, { CUDA_VISIBLE_DEVICES: "1" })).report;
+  assertEquals(at(one, "budget", "total_bytes"), (11754 - 1024) * MIB);
+  // None visible: the GPU that shares the machine's memory is next.
+  const none = (await ask(scratch, { CUDA_VISIBLE_DEVICES: "" })).report;
+  assertEquals(at(none, "budget", "pool"), "integrated");
+});
+
+Deno.test("vram-detect gives null with nvidia-smi's words when the driver does not match", async () => {
+  using scratch = makeScratch();
+  fakeMachine(scratch, { smi: catSmi("nvidia-mismatch.txt", 18), linux: "linux-cgroup-v2.txt" });
+  const { result, report } = await ask(scratch);
+  assertEquals([result.code, report.available_context_tokens, report.loop_mode_eligible], [
+    1,
+    null,
+    false,
+  ]);
+  assertMatch(
+    `${report.reason}`,
+    /exited with 18: Failed to initialize NVML: Driver\/library version/,
+  );
+  assertMatch(`${report.hint}`, /--free-mib/);
+});
+
+Deno.test("vram-detect does not take a driver without nvidia-smi for a machine without a card", async () => {
+  using scratch = makeScratch();
+  const name = join(scratch.dir, "facts.txt");
+  writeFile(
+    name,
+    `${fixture("linux-cgroup-v2.txt")}\n==> /proc/driver/nvidia/version\nNVRM version\n`,
+  );
+  writeScript(join(scratch.bin, "sh"), `#!/bin/sh\nexec cat '${name}'\n`);
+  const { result, report } = await ask(scratch);
+  assertEquals(result.code, 1);
+  assertMatch(`${report.reason}`, /there is an NVIDIA card, but nvidia-smi is not installed/);
+});
+
+Deno.test("vram-detect measures a machine without a card by its memory and control groups", async () => {
+  using scratch = makeScratch();
+  fakeMachine(scratch, { linux: "linux-cgroup-v2.txt" });
+  const { result, report } = await ask(scratch);
+  assertEquals([result.code, at(report, "budget", "pool")], [0, "cpu"]);
+  assertEquals(at(report, "budget", "total_bytes"), 17179869184 - (10737418240 - 7516192768) - GIB);
+  assertEquals(report.available_context_tokens, 40960);
+});
+
+Deno.test(
+  "vram-detect reads this machine's own memory",
+  { ignore: Deno.build.os !== "linux" },
+  async () => {
+    using scratch = makeScratch();
+    const { report } = await ask(scratch);
+    const probes = at(report, "probes");
+    assert(Array.isArray(probes));
+    const cpu: unknown = probes.find((probe) => at(probe, "probe") === "cpu");
+    assertEquals(at(cpu, "state"), "found");
+    const total =
+      Number(/^MemTotal:\s+(\d+) kB$/m.exec(Deno.readTextFileSync("/proc/meminfo"))?.[1]) * 1024;
+    const devices = at(report, "devices");
+    assert(Array.isArray(devices));
+    const host: unknown = devices.find((device) => at(device, "kind") === "cpu");
+    const free = Number(at(host, "free_bytes"));
+    assert(free > 0 && free <= total, `${free} of ${total}`);
+  },
+);
+
+Deno.test("vram-detect asks rocm-smi where sysfs does not tell", async () => {
+  using scratch = makeScratch();
+  fakeMachine(scratch, { linux: "linux-cgroup-v2.txt" });
+  writeScript(join(scratch.bin, "rocm-smi"), catSmi("rocm-smi.txt"));
+  const { report } = await ask(scratch);
+  assertEquals(at(report, "devices", 0, "name"), "AMD card0");
+  assertEquals(at(report, "budget", "pool"), "discrete");
+});
+
+Deno.test("vram-detect is not disturbed by an inherited LD_LIBRARY_PATH and hands none on", async () => {
+  using scratch = makeScratch();
+  const smi = `#!/bin/sh\n[ -z "$LD_LIBRARY_PATH$LD_PRELOAD" ] || exit 18\n${
+    catSmi("nvidia-two-cards.txt").slice(10)
+  }`;
+  fakeMachine(scratch, { smi });
+  const { result, report } = await ask(scratch, { LD_LIBRARY_PATH: "/usr/local/cuda/lib64/stubs" });
+  assertEquals([result.code, at(report, "budget", "pool")], [0, "discrete"], result.stderr);
+});
+
+Deno.test("vram-detect ends a probe that hangs, with all that it started, and says so", async () => {
+  using scratch = makeScratch();
+  const pidFile = join(scratch.dir, "pid");
+  // The descendant keeps the pipes open.
+  const smi = `#!/bin/sh\ntrap '' TERM\nsleep 600 &\necho $! >'${pidFile}'\nwait\n`;
+  fakeMachine(scratch, { smi, linux: "linux-cgroup-v2.txt" });
+  const { result, report } = await ask(scratch);
+  assertEquals(result.code, 1);
+  assertMatch(`${report.reason}`, /nvidia-smi gave no answer within 5 s/);
+  const pid = Number(Deno.readTextFileSync(pidFile));
+  await poll("end of the probe's descendant", () => !isAlive(pid));
+});
+
+Deno.test("vram-detect keeps its memory bounded when a probe prints without end", async () => {
+  using scratch = makeScratch();
+  fakeMachine(scratch, { smi: "#!/bin/sh\nexec yes nonsense\n", linux: "linux-cgroup-v2.txt" });
+  const { result, report } = await askForPeak(scratch);
+  assertMatch(`${report.reason}`, /gave no answer within 5 s/);
+  const kib = Number(/^VmHWM:\s+(\d+) kB$/m.exec(result.stderr)?.[1]);
+  assert(kib > 0 && kib < 200_000, result.stderr);
+});

@@ -63,6 +63,7 @@ const DEFAULT_TIMEOUT_S = 3600;
 const DEFAULT_RETENTION = 20;
 const MAX_STREAM_BYTES = 64 * 1024 * 1024;
 const TAIL_BYTES = 1024 * 1024;
+const MAX_ARTIFACT_BYTES = 1024 * 1024;
 const MAX_DIFF_BYTES = 4 * 1024 * 1024;
 const TERM_GRACE_MS = 5000;
 const KILL_GRACE_MS = 2000;
@@ -478,16 +479,21 @@ export function readVersion(frameworkDir: string): string {
   return /^version:\s*(\S+)/m.exec(text)?.[1] ?? "unknown";
 }
 
-/** A file's text, or null when there is no such file. */
+/**
+ * A file's text, or null when there is no such file.
+ *
+ * @throws {TypeError} For a folder, a pipe or a device, which may never end.
+ */
 export function readTextIfPresent(path: string): string | null {
   try {
-    return Deno.readTextFileSync(path);
+    if (Deno.statSync(path).isFile) return Deno.readTextFileSync(path);
   } catch (error) {
     if (error instanceof Deno.errors.NotFound || error instanceof Deno.errors.NotADirectory) {
       return null;
     }
     throw error;
   }
+  throw new TypeError(`Cannot read "${path}": it is no regular file`);
 }
 // #endregion shared:framework
 
@@ -2765,7 +2771,7 @@ async function implement(tick: Tick): Promise<{ report: string; diff: string }> 
   }
   const diff = await readDiff(tick);
   tick.summary.artifacts.artifact = artifact;
-  const written = readTextIfPresent(artifact);
+  const written = readArtifact(tick, artifact);
   if (written !== null) return { report: written, diff };
   const failure = outcome.result === "ok" ? "" : `# Outcome\n${outcome.message}\n\n`;
   const report = `${failure}# Output\n${(outcome.usage?.text ?? outcome.stdoutTail).trim()}\n`;
@@ -2773,6 +2779,29 @@ async function implement(tick: Tick): Promise<{ report: string; diff: string }> 
   // A prompt that asks for the changes by their own token need not show them twice.
   const isDiffShown = readPromptTemplate(tick, "verify").includes("{diff}");
   return { report: isDiffShown ? report : Deno.readTextFileSync(artifact), diff };
+}
+
+/** What the harness wrote as its artifact, its start when it is long; null when it wrote none. */
+function readArtifact(tick: Tick, path: string): string | null {
+  if (!existsSync(path)) return null;
+  if (!Deno.statSync(path).isFile) {
+    warn(tick, `the artifact "${path}" is no regular file: it is passed over`);
+    Deno.removeSync(path, { recursive: true });
+    return null;
+  }
+  const file = Deno.openSync(path, { read: true });
+  try {
+    const bytes = new Uint8Array(MAX_ARTIFACT_BYTES + 1);
+    let length = 0;
+    for (let count: number | null = 1; count !== null && length < bytes.length;) {
+      count = file.readSync(bytes.subarray(length));
+      length += count ?? 0;
+    }
+    const text = new TextDecoder().decode(bytes.subarray(0, Math.min(length, MAX_ARTIFACT_BYTES)));
+    return length > MAX_ARTIFACT_BYTES ? text + TRUNCATION_MARK : text;
+  } finally {
+    file.close();
+  }
 }
 
 /** Step 7: loop.json's own commands, which no verdict can overrule. */
@@ -2870,7 +2899,7 @@ function writeMissingDocument(tick: Tick): void {
   if (document === null || has_document || !isDirectory(dir)) return;
   const path = join(dir, document);
   if ((readTextIfPresent(path) ?? "").trim() !== "") return;
-  const artifact = readTextIfPresent(outputPath(tick, "implement.json")) ?? "";
+  const artifact = readArtifact(tick, outputPath(tick, "implement.json")) ?? "";
   const mark =
     `<!-- Written by loop-runner from the artifact of tick ${tick.number} of loop ${tick.loop}. -->`;
   writeFileAtomic(path, `${mark}\n\n${artifact}`);
@@ -2882,7 +2911,7 @@ async function orchestrate(tick: Tick, verdict: Verdict): Promise<void> {
   if (!tick.config.roles?.orchestrate) return await takeBuiltInStep(tick, verdict);
   const outcome = await runRole(tick, "orchestrate", {
     "{verdict}": JSON.stringify(verdict),
-    "{artifact_content}": readTextIfPresent(outputPath(tick, "implement.json")) ?? "",
+    "{artifact_content}": readArtifact(tick, outputPath(tick, "implement.json")) ?? "",
   });
   if (outcome.result !== "ok") warn(tick, `${outcome.result}: ${outcome.message}`);
 }

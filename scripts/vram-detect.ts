@@ -839,16 +839,21 @@ export function readVersion(frameworkDir: string): string {
   return /^version:\s*(\S+)/m.exec(text)?.[1] ?? "unknown";
 }
 
-/** A file's text, or null when there is no such file. */
+/**
+ * A file's text, or null when there is no such file.
+ *
+ * @throws {TypeError} For a folder, a pipe or a device, which may never end.
+ */
 export function readTextIfPresent(path: string): string | null {
   try {
-    return Deno.readTextFileSync(path);
+    if (Deno.statSync(path).isFile) return Deno.readTextFileSync(path);
   } catch (error) {
     if (error instanceof Deno.errors.NotFound || error instanceof Deno.errors.NotADirectory) {
       return null;
     }
     throw error;
   }
+  throw new TypeError(`Cannot read "${path}": it is no regular file`);
 }
 // #endregion shared:framework
 

@@ -885,13 +885,20 @@ export interface RoleConfig {
   readonly tier?: number;
   readonly model?: string;
   readonly command?: readonly string[];
+  /** Over harness.env. */
+  readonly env?: Readonly<Record<string, string>>;
 }
 
 /** The roles of a tick, in order. */
 export type RoleName = "implement" | "verify" | "orchestrate";
 
-/** Where a harness's JSON output says what a run cost; each field but the first is a dotted path. */
+/**
+ * Where a harness's JSON output says what a run cost and came to. Paths are dotted; `*` stands for every
+ * item of a list.
+ */
 export interface UsageConfig {
+  /** Only lines with these texts at these paths are read. */
+  readonly where?: Readonly<Record<string, string>>;
   /** Read the last JSON line alone, or every JSON line and add the numbers up. */
   readonly combine?: "last" | "sum";
   readonly cost_usd?: string;
@@ -899,6 +906,8 @@ export interface UsageConfig {
   readonly output_tokens?: string;
   /** The answer's text, which then is what a verdict is looked for in. */
   readonly text?: string;
+  /** What went wrong: a text there in the last such line makes the run a failed one. */
+  readonly error?: string;
 }
 
 /** loop.json as written; every field is optional and has its default where it is used. */
@@ -927,6 +936,8 @@ export interface LoopConfig {
   readonly acceptance_criteria?: string | readonly string[];
   readonly harness?: {
     readonly command?: readonly string[];
+    /** Put after a command that does not hold {model} itself, where a model is known. */
+    readonly model_args?: readonly string[];
     readonly prompt_var?: string;
     readonly cwd_var?: string;
     readonly output_var?: string;
@@ -969,6 +980,9 @@ const isArgv = (value: unknown): boolean =>
   (value as string[]).length > 0 && (value as string[])[0] !== "";
 const isRecordOrNull = (value: unknown): boolean => value === null || isRecord(value);
 const isEnvName = (name: unknown): boolean => typeof name === "string" && /^[^=\0]+$/.test(name);
+const isEnvironment = (value: unknown): boolean =>
+  isRecord(value) && Object.keys(value).every(isEnvName) &&
+  Object.values(value).every((text) => typeof text === "string" && !text.includes("\0"));
 const isPattern = (value: unknown): boolean => {
   if (typeof value !== "string") return false;
   try {
@@ -998,6 +1012,7 @@ const LOOP_CONFIG_RULES: readonly FieldRule[] = [
   ["roles.*.tier", "a whole number from 4000", isIntegerFrom(4000)],
   ["roles.*.model", "a model's name", (v) => isText(v) && v !== ""],
   ["roles.*.command", "a list of texts, the first not empty", isArgv],
+  ["roles.*.env", "an object of texts", isEnvironment],
   ["brakes", "an object", isRecord],
   ["brakes.max_iterations", "a whole number from 1", isIntegerFrom(1)],
   ["brakes.max_budget_usd", "a number from 0 or null", (v) => v === null || isNumberFrom(0)(v)],
@@ -1012,24 +1027,27 @@ const LOOP_CONFIG_RULES: readonly FieldRule[] = [
   ["acceptance_criteria", "a text or a list of texts", (v) => isText(v) || isListOf(isText)(v)],
   ["harness", "an object", isRecord],
   ["harness.command", "a list of texts, the first not empty", isArgv],
+  ["harness.model_args", "a list of texts", isListOf((v) => typeof v === "string" && !v.includes("\0"))],
   ["harness.prompt_var", "a token", (v) => isText(v) && v !== ""],
   ["harness.cwd_var", "a token", (v) => isText(v) && v !== ""],
   ["harness.output_var", "a token", (v) => isText(v) && v !== ""],
   ["harness.stdin", "none or prompt", isOneOf(["none", "prompt"])],
   ["harness.timeout_seconds", "a number from 0", isNumberFrom(0)],
   ["harness.idle_timeout_seconds", "a number from 0", isNumberFrom(0)],
-  ["harness.env", "an object of texts", (v) => isRecord(v) && Object.keys(v).every(isEnvName) && Object.values(v).every(isText)],
+  ["harness.env", "an object of texts", isEnvironment],
   ["harness.unset_env", "a list of names", isListOf(isEnvName)],
   ["harness.backoff", "an object", isRecord],
   ["harness.backoff.patterns", "a list of regular expressions", isListOf(isPattern)],
   ["harness.backoff.exit_codes", "a list of whole numbers", isListOf((v) => Number.isSafeInteger(v))],
   ["harness.backoff.seconds", "a number from 1", isNumberFrom(1)],
   ["harness.usage", "an object", isRecord],
+  ["harness.usage.where", "an object of texts", (v) => isRecord(v) && Object.values(v).every(isText)],
   ["harness.usage.combine", "last or sum", isOneOf(["last", "sum"])],
   ["harness.usage.cost_usd", "a dotted path", (v) => isText(v) && v !== ""],
   ["harness.usage.input_tokens", "a dotted path", (v) => isText(v) && v !== ""],
   ["harness.usage.output_tokens", "a dotted path", (v) => isText(v) && v !== ""],
   ["harness.usage.text", "a dotted path", (v) => isText(v) && v !== ""],
+  ["harness.usage.error", "a dotted path", (v) => isText(v) && v !== ""],
   ["outputs", "an object", isRecord],
   ["outputs.retention", "a whole number", (v) => Number.isSafeInteger(v)],
   ["schedule", "an object", isRecord],
@@ -1042,7 +1060,13 @@ const LOOP_CONFIG_RULES: readonly FieldRule[] = [
 ];
 
 /** Fields with keys of their own making: nothing below them is unknown. */
-const OPEN_FIELDS = ["harness.env"];
+const OPEN_FIELDS = [
+  "harness.env",
+  "harness.usage.where",
+  "roles.implement.env",
+  "roles.verify.env",
+  "roles.orchestrate.env",
+];
 
 function listUnknownKeys(value: unknown, prefix: string, known: readonly string[]): string[] {
   if (!isRecord(value) || OPEN_FIELDS.includes(prefix)) return [];
@@ -1576,6 +1600,23 @@ function outputPath(tick: Tick, suffix: string): string {
   return join(tick.dir, "outputs", `tick${tick.number}-${suffix}`);
 }
 
+/** Opens a file that is made anew: what an agent put in its place, a link say, is not followed. */
+function openFresh(path: string): Deno.FsFile {
+  ensureDirSync(dirname(path));
+  try {
+    Deno.removeSync(path, { recursive: true });
+  } catch (error) {
+    if (!(error instanceof Deno.errors.NotFound)) throw error;
+  }
+  return Deno.openSync(path, { write: true, createNew: true });
+}
+
+function writeFresh(path: string, text: string): void {
+  using file = openFresh(path);
+  const bytes = new TextEncoder().encode(text);
+  for (let done = 0; done < bytes.length;) done += file.writeSync(bytes.subarray(done));
+}
+
 /** Values that prompts and argv have in common. */
 function commonValues(tick: Tick): Record<string, string> {
   const criteria = tick.config.acceptance_criteria ?? "";
@@ -1608,8 +1649,7 @@ function writePrompt(tick: Tick, role: RoleName, values: Readonly<Record<string,
     warn(tick, `the ${role} prompt is longer than its ${budget} tokens`);
   }
   const path = outputPath(tick, `${role}-prompt.md`);
-  ensureDirSync(dirname(path));
-  Deno.writeTextFileSync(path, prompt);
+  writeFresh(path, prompt);
   return path;
 }
 
@@ -1899,7 +1939,7 @@ class StreamRecorder {
     path: string,
     readonly onBytes: ((bytes: Uint8Array) => void) | null = null,
   ) {
-    this.#file = Deno.openSync(path, { write: true, create: true, truncate: true });
+    this.#file = openFresh(path);
     this.#reader = stream.getReader();
     this.done = this.#copy();
   }
@@ -2713,6 +2753,82 @@ function isRateLimit(
   });
 }
 
+/** Files by which a loop is steered, and what they held: null for one that is not there. */
+type Controls = ReadonlyMap<string, string | null>;
+
+/** Reads what no session may change: the loop's settings and memory, the prompts, git's own files. */
+async function readControls(tick: Tick): Promise<Controls> {
+  const { dir, project, framework, cwd, isGit } = tick;
+  const prompts = Object.values(DEFAULT_PROMPTS).map((name) => join(framework, "prompts", name));
+  const own = ["implement", "verify", "orchestrate"] as const;
+  const references = own.map((role) => tick.config.roles?.[role]?.prompt).filter((name) =>
+    name !== undefined
+  );
+  const paths = [
+    join(dir, "loop.json"),
+    join(dir, ".state.loop"),
+    join(dir, ".state.loop.bak"),
+    join(project, ".automaton", "models.json"),
+    join(framework, "models.json"),
+    ...prompts,
+    ...references.filter((name) => name.length < 256 && !name.includes("\n")).map((name) =>
+      join(dir, name)
+    ),
+  ];
+  if (isGit) {
+    const names = ["config", "config.worktree", "info/exclude", "info/attributes"];
+    const inner = await gitOrNull(cwd, [
+      "rev-parse",
+      ...names.flatMap((name) => ["--git-path", name]),
+    ]);
+    paths.push(join(cwd, ".git"), ...(inner ?? "").split("\n").map((path) => resolve(cwd, path)));
+  }
+  return new Map(paths.map((path) => [path, readControl(path)]));
+}
+
+function readControl(path: string): string | null {
+  try {
+    return readTextIfPresent(path);
+  } catch {
+    return "(not a file that can be read)";
+  }
+}
+
+/**
+ * Halts the loop when a session changed what steers it. The state is put back as it was, so that a
+ * counter that was set back does not count; changed settings stay for a person to see, with what they
+ * were in outputs/.
+ */
+async function guardControls(tick: Tick, before: Controls, role: RoleName): Promise<void> {
+  const changed = [...await readControls(tick)].filter(([path, text]) => before.get(path) !== text);
+  const isLockOurs = isSameFile(tick.lock, join(tick.dir, ".state.lock"));
+  if (changed.length === 0 && isLockOurs) return;
+  for (const [path] of changed) {
+    const text = before.get(path) ?? null;
+    if (text === null) continue;
+    if (basename(path).startsWith(".state.loop")) writeFileAtomic(path, text);
+    else writeFresh(outputPath(tick, `before-${basename(path)}`), text);
+  }
+  const names = changed.map(([path]) => path);
+  if (!isLockOurs) names.push(join(tick.dir, ".state.lock"));
+  throw new HaltError(
+    "drift_detected",
+    `${role} changed what steers the loop: ${names.join(", ")}`,
+    null,
+  );
+}
+
+/** The person's checkout in one word to compare: commit, branch and uncommitted files. */
+async function describeCheckout(tick: Tick): Promise<string | null> {
+  if (!tick.isGit || tick.cwd === tick.project) return null;
+  const [head, branch, status] = await Promise.all([
+    gitOrNull(tick.project, ["rev-parse", "--verify", "-q", "HEAD"]),
+    gitOrNull(tick.project, ["symbolic-ref", "-q", "HEAD"]),
+    gitOrNull(tick.project, ["status", "--porcelain", "--", ".", ":(exclude,top).automaton"]),
+  ]);
+  return `${head} ${branch} ${status}`;
+}
+
 /** Starts a role's harness, once its prompt is written, and notes what it cost. */
 async function runRole(
   tick: Tick,
@@ -2723,9 +2839,14 @@ async function runRole(
   const promptPath = writePrompt(tick, role, values);
   tick.summary.artifacts[`${role}_prompt`] = promptPath;
   const request = buildRequest(tick, role, promptPath);
+  const [controls, checkout] = await Promise.all([readControls(tick), describeCheckout(tick)]);
   const startedAt = Date.now();
   const outcome = await runHarness(tick, request);
   tick.summary.durations_ms[role] = Date.now() - startedAt;
+  await guardControls(tick, controls, role);
+  if (await describeCheckout(tick) !== checkout) {
+    warn(tick, `the project's own checkout changed while ${role} was at work`);
+  }
   noteUsage(tick, role, outcome.usage);
   if (outcome.result === "stopped") {
     await checkStop(tick);
@@ -2775,7 +2896,7 @@ async function implement(tick: Tick): Promise<{ report: string; diff: string }> 
   if (written !== null) return { report: written, diff };
   const failure = outcome.result === "ok" ? "" : `# Outcome\n${outcome.message}\n\n`;
   const report = `${failure}# Output\n${(outcome.usage?.text ?? outcome.stdoutTail).trim()}\n`;
-  Deno.writeTextFileSync(artifact, `${report}\n# Changes against the base\n${diff}`);
+  writeFresh(artifact, `${report}\n# Changes against the base\n${diff}`);
   // A prompt that asks for the changes by their own token need not show them twice.
   const isDiffShown = readPromptTemplate(tick, "verify").includes("{diff}");
   return { report: isDiffShown ? report : Deno.readTextFileSync(artifact), diff };
@@ -2833,7 +2954,7 @@ async function runChecks(tick: Tick): Promise<CheckResult[]> {
   }
   if (results.length > 0) {
     const path = outputPath(tick, "checks.json");
-    Deno.writeTextFileSync(path, `${JSON.stringify(results, null, 2)}\n`);
+    writeFresh(path, `${JSON.stringify(results, null, 2)}\n`);
     tick.summary.artifacts.checks = path;
     tick.summary.checks.push(...results);
   }
@@ -2879,7 +3000,7 @@ async function verify(
   }
   const verdict = applyVetoes(parsed.verdict, vetoes, renderChecks(checks.filter(({ ok }) => !ok)));
   const path = outputPath(tick, "verdict.json");
-  Deno.writeTextFileSync(path, `${JSON.stringify(verdict, null, 2)}\n`);
+  writeFresh(path, `${JSON.stringify(verdict, null, 2)}\n`);
   tick.summary.artifacts.verdict = path;
   tick.summary.verdict = verdict;
   return verdict;
@@ -2909,6 +3030,9 @@ function writeMissingDocument(tick: Tick): void {
 async function orchestrate(tick: Tick, verdict: Verdict): Promise<void> {
   if (verdict.pass === true) writeMissingDocument(tick);
   if (!tick.config.roles?.orchestrate) return await takeBuiltInStep(tick, verdict);
+  // Only this session's own step may use up the one that it has.
+  openFresh(outputPath(tick, "orchestrate.op")).close();
+  Deno.removeSync(outputPath(tick, "orchestrate.op"));
   const outcome = await runRole(tick, "orchestrate", {
     "{verdict}": JSON.stringify(verdict),
     "{artifact_content}": readArtifact(tick, outputPath(tick, "implement.json")) ?? "",
@@ -2956,7 +3080,7 @@ async function commitWork(tick: Tick, verdict: Verdict): Promise<void> {
     .filter((path) => path !== "" && isInScope(path, scope));
   if (changed.length === 0) return;
   const list = outputPath(tick, "commit-paths");
-  Deno.writeTextFileSync(list, changed.join("\0"));
+  writeFresh(list, changed.join("\0"));
   const paths = [`--pathspec-from-file=${list}`, "--pathspec-file-nul"];
   const literal = { GIT_LITERAL_PATHSPECS: "1" };
   const added = await runGit(tick.cwd, ["add", "-A", ...paths], { env: literal });

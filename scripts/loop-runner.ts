@@ -1020,7 +1020,7 @@ const LOOP_CONFIG_RULES: readonly FieldRule[] = [
   ["brakes.max_consecutive_failures", "a whole number from 1", isIntegerFrom(1)],
   ["blast_radius", "an object", isRecord],
   ["blast_radius.worktree", "true or false", (v) => typeof v === "boolean"],
-  ["blast_radius.file_scope", "a list of paths inside the project, without ..", isListOf(isScopePath)],
+  ["blast_radius.file_scope", "a list of paths without .. inside the project", isListOf(isScopePath)],
   ["blast_radius.base", "a branch", (v) => typeof v === "string" && /^[^-]/.test(v)],
   ["blast_radius.commit", "on_pass, always or never", isOneOf(["on_pass", "always", "never"])],
   ["checks", "a list of commands, each a list of texts", isListOf(isArgv)],

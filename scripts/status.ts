@@ -772,13 +772,20 @@ export interface RoleConfig {
   readonly tier?: number;
   readonly model?: string;
   readonly command?: readonly string[];
+  /** Over harness.env. */
+  readonly env?: Readonly<Record<string, string>>;
 }
 
 /** The roles of a tick, in order. */
 export type RoleName = "implement" | "verify" | "orchestrate";
 
-/** Where a harness's JSON output says what a run cost; each field but the first is a dotted path. */
+/**
+ * Where a harness's JSON output says what a run cost and came to. Paths are dotted; `*` stands for every
+ * item of a list.
+ */
 export interface UsageConfig {
+  /** Only lines with these texts at these paths are read. */
+  readonly where?: Readonly<Record<string, string>>;
   /** Read the last JSON line alone, or every JSON line and add the numbers up. */
   readonly combine?: "last" | "sum";
   readonly cost_usd?: string;
@@ -786,6 +793,8 @@ export interface UsageConfig {
   readonly output_tokens?: string;
   /** The answer's text, which then is what a verdict is looked for in. */
   readonly text?: string;
+  /** What went wrong: a text there in the last such line makes the run a failed one. */
+  readonly error?: string;
 }
 
 /** loop.json as written; every field is optional and has its default where it is used. */
@@ -814,6 +823,8 @@ export interface LoopConfig {
   readonly acceptance_criteria?: string | readonly string[];
   readonly harness?: {
     readonly command?: readonly string[];
+    /** Put after a command that does not hold {model} itself, where a model is known. */
+    readonly model_args?: readonly string[];
     readonly prompt_var?: string;
     readonly cwd_var?: string;
     readonly output_var?: string;
@@ -856,6 +867,9 @@ const isArgv = (value: unknown): boolean =>
   (value as string[]).length > 0 && (value as string[])[0] !== "";
 const isRecordOrNull = (value: unknown): boolean => value === null || isRecord(value);
 const isEnvName = (name: unknown): boolean => typeof name === "string" && /^[^=\0]+$/.test(name);
+const isEnvironment = (value: unknown): boolean =>
+  isRecord(value) && Object.keys(value).every(isEnvName) &&
+  Object.values(value).every((text) => typeof text === "string" && !text.includes("\0"));
 const isPattern = (value: unknown): boolean => {
   if (typeof value !== "string") return false;
   try {
@@ -885,6 +899,7 @@ const LOOP_CONFIG_RULES: readonly FieldRule[] = [
   ["roles.*.tier", "a whole number from 4000", isIntegerFrom(4000)],
   ["roles.*.model", "a model's name", (v) => isText(v) && v !== ""],
   ["roles.*.command", "a list of texts, the first not empty", isArgv],
+  ["roles.*.env", "an object of texts", isEnvironment],
   ["brakes", "an object", isRecord],
   ["brakes.max_iterations", "a whole number from 1", isIntegerFrom(1)],
   ["brakes.max_budget_usd", "a number from 0 or null", (v) => v === null || isNumberFrom(0)(v)],
@@ -892,31 +907,34 @@ const LOOP_CONFIG_RULES: readonly FieldRule[] = [
   ["brakes.max_consecutive_failures", "a whole number from 1", isIntegerFrom(1)],
   ["blast_radius", "an object", isRecord],
   ["blast_radius.worktree", "true or false", (v) => typeof v === "boolean"],
-  ["blast_radius.file_scope", "a list of paths inside the project, without ..", isListOf(isScopePath)],
+  ["blast_radius.file_scope", "a list of paths without .. inside the project", isListOf(isScopePath)],
   ["blast_radius.base", "a branch", (v) => typeof v === "string" && /^[^-]/.test(v)],
   ["blast_radius.commit", "on_pass, always or never", isOneOf(["on_pass", "always", "never"])],
   ["checks", "a list of commands, each a list of texts", isListOf(isArgv)],
   ["acceptance_criteria", "a text or a list of texts", (v) => isText(v) || isListOf(isText)(v)],
   ["harness", "an object", isRecord],
   ["harness.command", "a list of texts, the first not empty", isArgv],
+  ["harness.model_args", "a list of texts", isListOf((v) => typeof v === "string" && !v.includes("\0"))],
   ["harness.prompt_var", "a token", (v) => isText(v) && v !== ""],
   ["harness.cwd_var", "a token", (v) => isText(v) && v !== ""],
   ["harness.output_var", "a token", (v) => isText(v) && v !== ""],
   ["harness.stdin", "none or prompt", isOneOf(["none", "prompt"])],
   ["harness.timeout_seconds", "a number from 0", isNumberFrom(0)],
   ["harness.idle_timeout_seconds", "a number from 0", isNumberFrom(0)],
-  ["harness.env", "an object of texts", (v) => isRecord(v) && Object.keys(v).every(isEnvName) && Object.values(v).every(isText)],
+  ["harness.env", "an object of texts", isEnvironment],
   ["harness.unset_env", "a list of names", isListOf(isEnvName)],
   ["harness.backoff", "an object", isRecord],
   ["harness.backoff.patterns", "a list of regular expressions", isListOf(isPattern)],
   ["harness.backoff.exit_codes", "a list of whole numbers", isListOf((v) => Number.isSafeInteger(v))],
   ["harness.backoff.seconds", "a number from 1", isNumberFrom(1)],
   ["harness.usage", "an object", isRecord],
+  ["harness.usage.where", "an object of texts", (v) => isRecord(v) && Object.values(v).every(isText)],
   ["harness.usage.combine", "last or sum", isOneOf(["last", "sum"])],
   ["harness.usage.cost_usd", "a dotted path", (v) => isText(v) && v !== ""],
   ["harness.usage.input_tokens", "a dotted path", (v) => isText(v) && v !== ""],
   ["harness.usage.output_tokens", "a dotted path", (v) => isText(v) && v !== ""],
   ["harness.usage.text", "a dotted path", (v) => isText(v) && v !== ""],
+  ["harness.usage.error", "a dotted path", (v) => isText(v) && v !== ""],
   ["outputs", "an object", isRecord],
   ["outputs.retention", "a whole number", (v) => Number.isSafeInteger(v)],
   ["schedule", "an object", isRecord],
@@ -929,7 +947,13 @@ const LOOP_CONFIG_RULES: readonly FieldRule[] = [
 ];
 
 /** Fields with keys of their own making: nothing below them is unknown. */
-const OPEN_FIELDS = ["harness.env"];
+const OPEN_FIELDS = [
+  "harness.env",
+  "harness.usage.where",
+  "roles.implement.env",
+  "roles.verify.env",
+  "roles.orchestrate.env",
+];
 
 function listUnknownKeys(value: unknown, prefix: string, known: readonly string[]): string[] {
   if (!isRecord(value) || OPEN_FIELDS.includes(prefix)) return [];

@@ -47,10 +47,10 @@ const HEADROOM_BYTES = 1024 * MIB;
 const HEADROOM_SHARE = 0.03;
 
 /**
- * Where a file names no vocabulary: the largest in common use (Gemma 3 and 4, 262,208 rows with
+ * Where a file names no vocabulary: the largest in common use (Gemma 3n, 262,400 rows with
  * padding, 2026-09), so that the compute buffer is never underestimated.
  */
-const LARGEST_VOCAB_TOKENS = 262208;
+const LARGEST_VOCAB_TOKENS = 262400;
 
 /** One storage format of numbers: `blockBytes` hold `blockElements` of them. */
 interface BlockFormat {
@@ -131,19 +131,20 @@ const GGUF_LIMITS = {
   layers: 1024,
 };
 
-/** Value types of GGUF metadata with a fixed size, in bytes, by number (gguf.md, version 3). */
-const GGUF_SCALAR_BYTES: Readonly<Record<number, number>> = {
-  0: 1,
-  1: 1,
-  2: 2,
-  3: 2,
-  4: 4,
-  5: 4,
-  6: 4,
-  7: 1,
-  10: 8,
-  11: 8,
-  12: 8,
+/** Value types of GGUF metadata with a fixed size, by number: bytes, reading (gguf.md, version 3). */
+// deno-fmt-ignore -- a table: one row a line.
+const GGUF_SCALARS: Readonly<Record<number, readonly [number, (view: DataView, at: number) => number]>> = {
+  0: [1, (view, at) => view.getUint8(at)],
+  1: [1, (view, at) => view.getInt8(at)],
+  2: [2, (view, at) => view.getUint16(at, true)],
+  3: [2, (view, at) => view.getInt16(at, true)],
+  4: [4, (view, at) => view.getUint32(at, true)],
+  5: [4, (view, at) => view.getInt32(at, true)],
+  6: [4, (view, at) => view.getFloat32(at, true)],
+  7: [1, (view, at) => view.getUint8(at)],
+  10: [8, (view, at) => Number(view.getBigUint64(at, true))],
+  11: [8, (view, at) => Number(view.getBigInt64(at, true))],
+  12: [8, (view, at) => view.getFloat64(at, true)],
 };
 const GGUF_BOOL = 7;
 const GGUF_STRING = 8;
@@ -254,54 +255,32 @@ const PER_LAYER_KEYS: ReadonlySet<string> = new Set([
   "feed_forward_length",
 ]);
 
-/** `model_type` of a Hugging Face config.json → the same architecture's name in GGUF files. */
-const HF_ARCHITECTURES: Readonly<Record<string, string>> = {
-  cohere: "command-r",
-  cohere2: "cohere2",
-  deepseek_v2: "deepseek2",
-  deepseek_v3: "deepseek2",
-  deepseek_v32: "deepseek32",
-  exaone4: "exaone4",
-  falcon_h1: "falcon-h1",
-  gemma: "gemma",
-  gemma2: "gemma2",
-  gemma3: "gemma3",
-  gemma3_text: "gemma3",
-  gemma3n: "gemma3n",
-  gemma3n_text: "gemma3n",
-  glm4: "glm4",
-  glm4_moe: "glm4moe",
-  glm_moe_dsa: "glm-dsa",
-  gpt_oss: "gpt-oss",
-  granite: "granite",
-  granitemoe: "granitemoe",
-  granitemoehybrid: "granitehybrid",
-  jamba: "jamba",
-  kimi_k2: "deepseek2",
-  lfm2: "lfm2",
-  lfm2_moe: "lfm2moe",
-  llama: "llama",
-  llama4: "llama4",
-  llama4_text: "llama4",
-  mamba: "mamba",
-  mamba2: "mamba2",
-  minimax_m2: "minimax-m2",
-  mistral: "llama",
-  mixtral: "llama",
-  nemotron_h: "nemotron_h",
-  olmo2: "olmo2",
-  phi: "phi2",
-  phi3: "phi3",
-  qwen2: "qwen2",
-  qwen2_moe: "qwen2moe",
-  qwen3: "qwen3",
-  qwen3_5: "qwen35",
-  qwen3_5_moe: "qwen35moe",
-  qwen3_moe: "qwen3moe",
-  qwen3_next: "qwen3next",
-  smollm3: "smollm3",
-  starcoder2: "starcoder2",
-};
+/** `model_type` of a Hugging Face config.json → the architecture's name in GGUF files, if another. */
+const HF_ARCHITECTURES: ReadonlyMap<string, string> = new Map([
+  ["cohere", "command-r"],
+  ["deepseek_v2", "deepseek2"],
+  ["deepseek_v3", "deepseek2"],
+  ["deepseek_v32", "deepseek32"],
+  ["falcon_h1", "falcon-h1"],
+  ["gemma3_text", "gemma3"],
+  ["gemma3n_text", "gemma3n"],
+  ["glm4_moe", "glm4moe"],
+  ["glm_moe_dsa", "glm-dsa"],
+  ["gpt_oss", "gpt-oss"],
+  ["granitemoehybrid", "granitehybrid"],
+  ["kimi_k2", "deepseek2"],
+  ["lfm2_moe", "lfm2moe"],
+  ["llama4_text", "llama4"],
+  ["minimax_m2", "minimax-m2"],
+  ["mistral", "llama"],
+  ["mixtral", "llama"],
+  ["phi", "phi2"],
+  ["qwen2_moe", "qwen2moe"],
+  ["qwen3_5", "qwen35"],
+  ["qwen3_5_moe", "qwen35moe"],
+  ["qwen3_moe", "qwen3moe"],
+  ["qwen3_next", "qwen3next"],
+]);
 
 /** safetensors refuses headers above 100 MB; ours is bounded like GGUF's. */
 const SAFETENSORS_HEADER_BYTES = 64 * MIB;
@@ -313,6 +292,9 @@ const PROBE_OUTPUT_BYTES = 4 * MIB;
 
 /** GPUs that share the machine's memory and therefore report none of their own (NVIDIA, 2026). */
 const NVIDIA_UNIFIED = /\b(?:GB10|Thor|Orin)\b/;
+
+/** Why the memory of a GPU that shares the machine's is unknown. */
+const HOST_UNKNOWN = "the machine's memory could not be read";
 
 /** An AMD GPU is an APU when it may borrow much more of the machine's memory than it owns. */
 const APU_MIN_GTT_BYTES = 8 * GIB;
@@ -1495,10 +1477,6 @@ class GgufCursor {
     }
   }
 
-  u8(what: string): number {
-    return this.#view.getUint8(this.#take(1, what));
-  }
-
   u32(what: string): number {
     return this.#view.getUint32(this.#take(4, what), true);
   }
@@ -1536,37 +1514,13 @@ class GgufCursor {
     this.offset += bytes;
   }
 
-  /** A number or boolean of one of the fixed-size types. */
-  scalar(type: number, what: string): number {
-    const start = this.#take(GGUF_SCALAR_BYTES[type] ?? 0, what);
-    switch (type) {
-      case 0:
-        return this.#view.getUint8(start);
-      case 1:
-        return this.#view.getInt8(start);
-      case 2:
-        return this.#view.getUint16(start, true);
-      case 3:
-        return this.#view.getInt16(start, true);
-      case 4:
-        return this.#view.getUint32(start, true);
-      case 5:
-        return this.#view.getInt32(start, true);
-      case 6:
-        return this.#view.getFloat32(start, true);
-      case GGUF_BOOL:
-        return this.#bool(this.#view.getUint8(start), what);
-      case 10:
-        return Number(this.#view.getBigUint64(start, true));
-      case 11:
-        return Number(this.#view.getBigInt64(start, true));
-      default:
-        return this.#view.getFloat64(start, true);
-    }
-  }
-
-  #bool(value: number, what: string): number {
-    if (value <= 1) return value;
+  /** A value of one of the fixed-size types; null where `type` is none of them. */
+  scalar(type: number, what: string): number | null {
+    const format = GGUF_SCALARS[type];
+    if (format === undefined) return null;
+    const [bytes, read] = format;
+    const value = read(this.#view, this.#take(bytes, what));
+    if (type !== GGUF_BOOL || value <= 1) return value;
     throw this.refuse(`${what} is a boolean of value ${value}`, this.offset - 1);
   }
 }
@@ -1650,8 +1604,9 @@ function readGgufMetadata(cursor: GgufCursor, keyCount: number): ModelHeader {
 /** Reads one value that is no array; null for a long text, which is stepped over. */
 function readGgufScalar(cursor: GgufCursor, type: number, key: string): string | number | null {
   if (type === GGUF_STRING) return readGgufText(cursor, key);
-  if (GGUF_SCALAR_BYTES[type] !== undefined) return cursor.scalar(type, `"${key}"`);
-  throw cursor.refuse(`"${key}" of type ${type}`, cursor.offset - 4);
+  const value = cursor.scalar(type, `"${key}"`);
+  if (value === null) throw cursor.refuse(`"${key}" of type ${type}`, cursor.offset - 4);
+  return value;
 }
 
 function readGgufText(cursor: GgufCursor, key: string): string | null {
@@ -1668,7 +1623,7 @@ function readGgufArray(
 ): { length: number; items: readonly number[] | null } {
   const type = cursor.u32(`the element type of "${key}"`);
   if (type === GGUF_STRING) return { length: skipGgufTexts(cursor, key), items: null };
-  const size = GGUF_SCALAR_BYTES[type];
+  const size = GGUF_SCALARS[type]?.[0];
   if (size === undefined) {
     const found = type === GGUF_ARRAY ? "an array of arrays" : `an array of type ${type}`;
     throw cursor.refuse(`"${key}" is ${found}`, cursor.offset - 4);
@@ -1678,7 +1633,7 @@ function readGgufArray(
     cursor.skip(length * size, `"${key}"`);
     return { length, items: null };
   }
-  return { length, items: Array.from({ length }, () => cursor.scalar(type, `"${key}"`)) };
+  return { length, items: Array.from({ length }, () => cursor.scalar(type, `"${key}"`) ?? 0) };
 }
 
 function skipGgufTexts(cursor: GgufCursor, key: string): number {
@@ -1833,9 +1788,7 @@ export function parseHfConfig(text: string, path: string): ModelHeader {
   const nested = root["text_config"];
   const config = isRecord(nested) ? { ...root, ...nested } : root;
   const modelType = typeof config["model_type"] === "string" ? config["model_type"] : "unknown";
-  const architecture = Object.hasOwn(HF_ARCHITECTURES, modelType)
-    ? HF_ARCHITECTURES[modelType] ?? modelType
-    : modelType;
+  const architecture = HF_ARCHITECTURES.get(modelType) ?? modelType;
   const values = new Map<string, HeaderValue>([["general.architecture", architecture]]);
   const entries = { ...readHfSizes(config), ...readHfLayers(config), ...readHfMla(config) };
   for (const [key, value] of Object.entries(entries)) {
@@ -2195,6 +2148,25 @@ function newProbe(
   return { probe, state, reason, devices };
 }
 
+/**
+ * Total and free memory of a device. Free memory that is no part of the total is unknown.
+ *
+ * @param why The reason where it is unknown.
+ */
+function readingOf(
+  total: number | null,
+  free: number | null,
+  why: string,
+): Pick<DeviceReport, "total_bytes" | "free_bytes" | "unknown_reason" | "note"> {
+  const isKnown = total !== null && free !== null && free >= 0 && free <= total;
+  return {
+    total_bytes: total,
+    free_bytes: isKnown ? free : null,
+    unknown_reason: isKnown ? null : why,
+    note: null,
+  };
+}
+
 /** Why a program's output is of no use, in its own words; null when it exited well. */
 function describeProbeFailure(output: ProbeOutput): string | null {
   switch (output.end) {
@@ -2275,32 +2247,20 @@ function parseNvidiaRow(line: string): NvidiaCard | null {
 }
 
 function describeNvidiaCard(card: NvidiaCard, host: HostMemory | null): DeviceReport {
-  const base = { id: card.uuid, name: card.name };
+  const identity = { id: card.uuid, name: card.name };
   if (NVIDIA_UNIFIED.test(card.name)) {
     return {
-      ...base,
+      ...identity,
       kind: "integrated",
-      total_bytes: host?.totalBytes ?? null,
-      free_bytes: host?.availableBytes ?? null,
-      unknown_reason: host === null || host.availableBytes === null
-        ? "the machine's memory could not be read"
-        : null,
+      ...readingOf(host?.totalBytes ?? null, host?.availableBytes ?? null, HOST_UNKNOWN),
       note: "shares the machine's memory",
     };
   }
-  const total = parseByteCount(card.total);
-  const free = parseByteCount(card.free);
-  const isKnown = total !== null && free !== null && free <= total;
-  return {
-    ...base,
-    kind: "discrete",
-    total_bytes: total === null ? null : total * MIB,
-    free_bytes: isKnown ? free * MIB : null,
-    unknown_reason: isKnown
-      ? null
-      : `nvidia-smi says memory.total ${card.total}, memory.free ${card.free}`,
-    note: null,
-  };
+  const toBytes = (mib: number | null) => mib === null ? null : mib * MIB;
+  const total = toBytes(parseByteCount(card.total));
+  const free = toBytes(parseByteCount(card.free));
+  const why = `nvidia-smi says memory.total ${card.total}, memory.free ${card.free}`;
+  return { ...identity, kind: "discrete", ...readingOf(total, free, why) };
 }
 
 /**
@@ -2384,31 +2344,25 @@ export function parseAmdSysfs(
 }
 
 function describeAmdCard(card: DrmCard, host: HostMemory | null): DeviceReport {
-  const base = { id: card.uuid, name: nameDrmCard(card, "AMD") };
+  const identity = { id: card.uuid, name: nameDrmCard(card, "AMD") };
   const vram = card.bytes("device/mem_info_vram_total");
-  const vramUsed = card.bytes("device/mem_info_vram_used");
+  const used = card.bytes("device/mem_info_vram_used");
   const gtt = card.bytes("device/mem_info_gtt_total") ?? 0;
   const gttUsed = card.bytes("device/mem_info_gtt_used") ?? 0;
-  if (vram === null || vramUsed === null || vramUsed > vram) {
-    const unknown_reason = `mem_info_vram_total ${vram}, mem_info_vram_used ${vramUsed}`;
-    const unknown = { total_bytes: vram, free_bytes: null, unknown_reason, note: null };
-    return { ...base, kind: "discrete", ...unknown };
-  }
-  const isApu = gtt >= APU_MIN_GTT_BYTES && gtt >= APU_MIN_GTT_RATIO * vram &&
-    vram <= APU_MAX_VRAM_BYTES;
-  const vramFree = vram - vramUsed;
-  if (!isApu) {
-    const known = { total_bytes: vram, free_bytes: vramFree, unknown_reason: null, note: null };
-    return { ...base, kind: "discrete", ...known };
+  const vramFree = vram === null || used === null ? null : vram - used;
+  const isApu = vram !== null && vram <= APU_MAX_VRAM_BYTES && gtt >= APU_MIN_GTT_BYTES &&
+    gtt >= APU_MIN_GTT_RATIO * vram;
+  if (!isApu || vramFree === null || vramFree < 0) {
+    const why = `mem_info_vram_total ${vram}, mem_info_vram_used ${used}`;
+    return { ...identity, kind: "discrete", ...readingOf(vram, vramFree, why) };
   }
   const available = host?.availableBytes ?? null;
   const pool = vramFree + Math.max(0, gtt - gttUsed);
+  const free = available === null ? null : Math.min(pool, available + vramFree);
   return {
-    ...base,
+    ...identity,
     kind: "integrated",
-    total_bytes: vram + gtt,
-    free_bytes: available === null ? null : Math.min(pool, available + vramFree),
-    unknown_reason: available === null ? "the machine's memory could not be read" : null,
+    ...readingOf(vram + gtt, free, HOST_UNKNOWN),
     note: "shares the machine's memory beyond its own carve-out",
   };
 }
@@ -2451,16 +2405,9 @@ export function parseRocmSmi(output: ProbeOutput, visible: string | null): Probe
 function describeRocmCard(id: string, fields: Record<string, unknown>): DeviceReport {
   const total = parseByteCount(`${fields["VRAM Total Memory (B)"]}`);
   const used = parseByteCount(`${fields["VRAM Total Used Memory (B)"]}`);
-  const isKnown = total !== null && used !== null && used <= total;
-  return {
-    id,
-    name: `AMD ${id}`,
-    kind: "discrete",
-    total_bytes: total,
-    free_bytes: isKnown ? total - used : null,
-    unknown_reason: isKnown ? null : `rocm-smi says total ${total}, used ${used}`,
-    note: null,
-  };
+  const free = total === null || used === null ? null : total - used;
+  const why = `rocm-smi says total ${total}, used ${used}`;
+  return { id, name: `AMD ${id}`, kind: "discrete", ...readingOf(total, free, why) };
 }
 
 /**
@@ -2481,15 +2428,11 @@ export function parseIntelSysfs(files: ReadonlyMap<string, string>): ProbeReport
     const total = lmem ?? tileBytes;
     if (total === 0) continue;
     const free = card.bytes("lmem_avail_bytes") ?? card.bytes("device/lmem_avail_bytes");
-    const isKnown = free !== null && free <= total;
     devices.push({
       id: card.uuid,
       name: nameDrmCard(card, "Intel"),
       kind: "discrete",
-      total_bytes: total,
-      free_bytes: isKnown ? free : null,
-      unknown_reason: isKnown ? null : "the driver does not tell how much of it is free",
-      note: null,
+      ...readingOf(total, free, "the driver does not tell how much of it is free"),
     });
   }
   if (devices.length > 0) return newProbe("intel", "found", null, devices);
@@ -2523,9 +2466,7 @@ export function parseAppleSysctl(output: ProbeOutput): ProbeReport {
     id: "apple",
     name: "Apple GPU",
     kind: "integrated",
-    total_bytes: usable,
-    free_bytes: usable,
-    unknown_reason: null,
+    ...readingOf(usable, usable, ""),
     note: isDefault
       ? "an estimate of the system's default limit; memory in use by others is not known"
       : "the limit set in iogpu.wired_limit_mb; memory in use by others is not known",
@@ -2556,10 +2497,7 @@ export function parseWindowsRegistry(output: ProbeOutput): ProbeReport {
       id,
       name: `display adapter ${id}`,
       kind: "discrete",
-      total_bytes: parseInt(hex, 16),
-      free_bytes: null,
-      unknown_reason: "Windows' registry does not tell how much of it is free",
-      note: null,
+      ...readingOf(parseInt(hex, 16), null, "the registry does not tell how much of it is free"),
     });
   }
   // reg exits with 1 when it finds no such value.
@@ -3290,10 +3228,7 @@ async function addDevices(report: DetectReport, freeMib: number | null): Promise
       id: "what-if",
       name: "--free-mib",
       kind: "what-if",
-      total_bytes: freeMib * MIB,
-      free_bytes: freeMib * MIB,
-      unknown_reason: null,
-      note: null,
+      ...readingOf(freeMib * MIB, freeMib * MIB, ""),
     });
     return;
   }
@@ -3316,10 +3251,7 @@ function newUnknownDevice(probe: string, reason: string): DeviceReport {
     id: probe,
     name: `${probe} device`,
     kind: probe === "cpu" ? "cpu" : probe === "apple" ? "integrated" : "discrete",
-    total_bytes: null,
-    free_bytes: null,
-    unknown_reason: reason,
-    note: null,
+    ...readingOf(null, null, reason),
   };
 }
 

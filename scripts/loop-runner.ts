@@ -57,6 +57,7 @@ const TRUNCATION_MARK = " …[truncated]";
 /** opencode mangles a prompt given as an argument, so it gets it on stdin (checked with 1.18). */
 const DEFAULT_HARNESS = {
   command: ["opencode", "run", "--dir", "{cwd}"],
+  model_args: ["-m", "{model}"],
   stdin: "prompt",
 } as const;
 const DEFAULT_TIMEOUT_S = 3600;
@@ -133,6 +134,7 @@ type StepName =
 export type HarnessResult =
   | "ok"
   | "exit_nonzero"
+  | "reported_error"
   | "killed"
   | "timeout"
   | "idle_timeout"
@@ -161,8 +163,13 @@ export interface UsageReport {
   costUsd: number | null;
   inputTokens: number | null;
   outputTokens: number | null;
-  /** The answer's text; null where it is not to be taken from JSON. */
+  /**
+   * The answer's text, empty where JSON came without one: what an agent read or ran must not be taken for
+   * its answer. Null where it is not to be taken from JSON, or none came.
+   */
   text: string | null;
+  /** What the last record calls an error; null when it calls nothing one. */
+  error: string | null;
 }
 
 /** How one of loop.json's checks went. */
@@ -1856,27 +1863,30 @@ interface HarnessRequest {
   readonly usage?: UsageConfig | undefined;
 }
 
-/** The value at a dotted path of a JSON value. */
-function readDottedPath(value: unknown, path: string): unknown {
-  return path.split(".").reduce<unknown>(
-    (inner, key) =>
-      typeof inner === "object" && inner !== null
-        ? (inner as Record<string, unknown>)[key]
-        : undefined,
-    value,
-  );
+/** The values at a dotted path of a JSON value; `*` stands for every item of a list or an object. */
+function listDottedPath(value: unknown, path: string): unknown[] {
+  return path.split(".").reduce<unknown[]>((found, key) =>
+    found.flatMap((inner) => {
+      if (typeof inner !== "object" || inner === null) return [];
+      if (key === "*") return Object.values(inner);
+      return Object.hasOwn(inner, key) ? [(inner as Record<string, unknown>)[key]] : [];
+    }), [value]);
 }
 
-/** Reads cost, tokens and text out of a harness's JSON lines as they come. */
+/** Reads cost, tokens, text and error out of a harness's JSON lines as they come. */
 export class UsageReader {
   #partial = "";
+  #isTooLong = false;
+  #hasRecord = false;
   #decoder = new TextDecoder();
   #texts: string[] = [];
+  #textChars = 0;
   readonly #report: UsageReport = {
     costUsd: null,
     inputTokens: null,
     outputTokens: null,
     text: null,
+    error: null,
   };
 
   constructor(readonly config: UsageConfig) {}
@@ -1884,16 +1894,21 @@ export class UsageReader {
   /** Takes the next bytes of stdout; a line longer than TAIL_BYTES is passed over. */
   push(bytes: Uint8Array): void {
     const lines = (this.#partial + this.#decoder.decode(bytes, { stream: true })).split("\n");
-    this.#partial = lines.pop()!;
-    if (this.#partial.length > TAIL_BYTES) this.#partial = "";
-    for (const line of lines) this.#readLine(line);
+    const rest = lines.pop()!;
+    for (const line of lines) {
+      if (!this.#isTooLong) this.#readLine(line);
+      this.#isTooLong = false;
+    }
+    this.#isTooLong ||= rest.length > TAIL_BYTES;
+    this.#partial = this.#isTooLong ? "" : rest;
   }
 
   /** What was found, once all has come. */
   finish(): UsageReport {
     this.#readLine(this.#partial);
     this.#partial = "";
-    return { ...this.#report, text: this.#texts.length === 0 ? null : this.#texts.join("\n") };
+    const isAsked = this.config.text !== undefined && this.#hasRecord;
+    return { ...this.#report, text: isAsked ? this.#texts.join("\n") : null };
   }
 
   #readLine(line: string): void {
@@ -1904,21 +1919,38 @@ export class UsageReader {
     } catch {
       return; // A line for people between the records.
     }
-    const isSum = this.config.combine === "sum";
+    this.#hasRecord = true;
+    const { where = {}, combine, cost_usd, input_tokens, output_tokens, text, error } = this.config;
+    const isMeant = Object.entries(where).every(([path, wanted]) =>
+      listDottedPath(record, path).includes(wanted)
+    );
+    if (!isMeant) return;
+    const valuesAt = (path: string | undefined) =>
+      path === undefined ? [] : listDottedPath(record, path);
     const add = (key: "costUsd" | "inputTokens" | "outputTokens", path: string | undefined) => {
-      const value = path === undefined ? undefined : readDottedPath(record, path);
-      if (typeof value !== "number" || !Number.isFinite(value) || value < 0) return;
-      this.#report[key] = (isSum ? this.#report[key] ?? 0 : 0) + value;
+      const numbers = valuesAt(path).filter(isNumberFrom(0)) as number[];
+      if (numbers.length === 0) return;
+      const known = combine === "sum" ? this.#report[key] ?? 0 : 0;
+      this.#report[key] = numbers.reduce((sum, number) => sum + number, known);
     };
-    add("costUsd", this.config.cost_usd);
-    add("inputTokens", this.config.input_tokens);
-    add("outputTokens", this.config.output_tokens);
-    const text = this.config.text === undefined
-      ? undefined
-      : readDottedPath(record, this.config.text);
-    if (typeof text !== "string") return;
-    if (!isSum) this.#texts = [];
-    this.#texts.push(text);
+    add("costUsd", cost_usd);
+    add("inputTokens", input_tokens);
+    add("outputTokens", output_tokens);
+    const texts = valuesAt(text).filter((value) => typeof value === "string");
+    if (texts.length > 0) this.#keepTexts(texts, combine === "sum");
+    this.#report.error = valuesAt(error).find((value) => typeof value === "string") ?? null;
+  }
+
+  /** Keeps as much of the answer's end as a verdict is looked for in. */
+  #keepTexts(texts: readonly string[], isMore: boolean): void {
+    if (!isMore) [this.#texts, this.#textChars] = [[], 0];
+    for (const text of texts) {
+      this.#texts.push(text);
+      this.#textChars += text.length;
+    }
+    while (this.#textChars - this.#texts[0]!.length >= TAIL_BYTES) {
+      this.#textChars -= this.#texts.shift()!.length;
+    }
   }
 }
 
@@ -2110,7 +2142,16 @@ async function runHarness(tick: Tick, request: HarnessRequest): Promise<HarnessO
   await Promise.all(streams.map((stream) => stream.abandon()));
   writeLockNote(tick, null);
   const [stdoutTail, stderrTail] = [streams[0].tail(), streams[1].tail()];
-  return { ...ending, stdoutTail, stderrTail, usage: usage?.finish() ?? null, leftOver };
+  const report = usage?.finish() ?? null;
+  const told = ending.result === "ok" ? report?.error ?? null : null;
+  const outcome: HarnessEnding = told === null ? ending : {
+    result: "reported_error",
+    message: `${label} ended with exit code 0 and reported: ${
+      truncateText(told.replace(/\s+/g, " "), MAX_REASON_CHARS)
+    }`,
+    exitCode: ending.exitCode,
+  };
+  return { ...outcome, stdoutTail, stderrTail, usage: report, leftOver };
 }
 
 async function findStartTime(pid: number): Promise<string | null> {
@@ -2257,7 +2298,11 @@ async function sweepLastRun(dir: string, summary: Summary): Promise<void> {
 /** The environment of a harness: the person's, less and more what loop.json and the tick say. */
 function buildHarnessEnv(tick: Tick, role: RoleName): Record<string, string> {
   const harness = tick.config.harness ?? {};
-  const env: Record<string, string> = { ...Deno.env.toObject(), ...harness.env };
+  const env: Record<string, string> = {
+    ...Deno.env.toObject(),
+    ...harness.env,
+    ...tick.config.roles?.[role]?.env,
+  };
   const removed = [...harness.unset_env ?? [], "AUTOMATON_NO_LOOP_LOCK", "AUTOMATON_OP_FILE"];
   for (const name of removed) delete env[name];
   return {
@@ -2281,6 +2326,8 @@ function buildRequest(tick: Tick, role: RoleName, promptPath: string): HarnessRe
   const command = own ?? DEFAULT_HARNESS.command;
   const stdin = harness.stdin ?? (isDefault ? DEFAULT_HARNESS.stdin : "none");
   const model = tick.config.roles?.[role]?.model ?? tick.models?.default;
+  const modelArgs = harness.model_args ?? (isDefault ? DEFAULT_HARNESS.model_args : []);
+  const needsModelArgs = model !== undefined && !command.join(" ").includes("{model}");
   const prompt = readTextIfPresent(promptPath) ?? "";
   const values: Record<string, string> = {
     ...commonValues(tick),
@@ -2301,7 +2348,8 @@ function buildRequest(tick: Tick, role: RoleName, promptPath: string): HarnessRe
   };
   return {
     label: role,
-    argv: command.map((element) => substituteTokens(element, values)),
+    argv: [...command, ...(needsModelArgs ? modelArgs : [])]
+      .map((element) => substituteTokens(element, values)),
     env: buildHarnessEnv(tick, role),
     stdin: stdin === "prompt" ? prompt : null,
     timeoutMs: (harness.timeout_seconds ?? DEFAULT_TIMEOUT_S) * 1000,
@@ -2886,8 +2934,10 @@ async function implement(tick: Tick): Promise<{ report: string; diff: string }> 
   const after = await fingerprint(tick);
   if (outcome.result !== "ok") {
     const hasChanged = before !== null && after !== null && before !== after;
-    const mayHaveWorked = outcome.result === "exit_nonzero" || outcome.result === "killed";
-    if (!mayHaveWorked || !hasChanged) throw failureOf(tick, outcome);
+    const mayHaveWorked = ["exit_nonzero", "reported_error", "killed"].includes(outcome.result);
+    const failure = failureOf(tick, outcome);
+    // At a limit the verifier would get no answer either, and half of the work is no work to judge.
+    if (failure instanceof BackoffError || !mayHaveWorked || !hasChanged) throw failure;
     warn(tick, `${outcome.message}, with changes left: they are verified`);
   }
   const diff = await readDiff(tick);

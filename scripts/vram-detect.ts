@@ -8,6 +8,11 @@
  * There is no default: where nothing is known, nothing is claimed. The one place that keeps memory
  * back is computeBudget().
  *
+ * A figure holds for llama.cpp and what is built on it (ollama), with flash attention and all layers
+ * on the devices that count. Slots share the cells that keep the whole context, as llama-server's
+ * unified cache does; each has its own window and recurrent state. Beside the fields that other
+ * programs read, a model of models.json may name its projector: `"mmproj": "FILE.gguf"`.
+ *
  * Reads: `<project>/.automaton/models.json`, else `<framework>/models.json` (outside a project the
  * framework counts as one); the model's files; on Linux /proc and /sys, through `sh`, because Deno
  * itself may not. Runs: nvidia-smi, rocm-smi, sysctl,
@@ -2541,8 +2546,11 @@ function formatMib(bytes: number): string {
   return `${(bytes / MIB).toFixed(2)} MiB`;
 }
 
+/** A row of a table: label, value, remark. */
+type TableRow = readonly [label: string, value: string, remark?: string];
+
 /** Lays out rows in columns: the last column of numbers ends flush right. */
-function renderRows(rows: readonly (readonly [string, string, string?])[]): string {
+function renderRows(rows: readonly TableRow[]): string {
   const width = (column: 0 | 1) => Math.max(...rows.map((row) => row[column].length));
   const [first, second] = [width(0), width(1)];
   return rows.map(([label, value, remark]) =>
@@ -2570,16 +2578,18 @@ export function renderExplanation(report: DetectReport, raises: readonly string[
   return parts.join("\n\n");
 }
 
-function listModelRows(report: DetectReport): [string, string, string?][] {
-  const model = report.model ?? {};
-  const rows = Object.entries({ name: "none", ...model }).map((
-    [key, value],
-  ): [string, string] => [key.replaceAll("_", " "), value === null ? "unknown" : `${value}`]);
-  const width = Math.max(...rows.map(([, value]) => value.length));
-  return rows.map(([key, value]) => [key, value.padEnd(width)]);
+function listModelRows(report: DetectReport): TableRow[] {
+  const fields = Object.entries({ name: "none", ...report.model });
+  const values = fields.map(([, value]) => value === null ? "unknown" : `${value}`);
+  // Texts, unlike amounts, stand flush left.
+  const width = Math.max(...values.map((value) => value.length));
+  return fields.map(([key], index) => [
+    key.replaceAll("_", " "),
+    (values[index] ?? "").padEnd(width),
+  ]);
 }
 
-function listDeviceRows(report: DetectReport): [string, string, string?][] {
+function listDeviceRows(report: DetectReport): TableRow[] {
   return report.devices.map((device) => {
     const total = device.total_bytes === null ? "" : `of ${formatMib(device.total_bytes)}`;
     if (device.free_bytes === null) return [device.name, "unknown", device.unknown_reason ?? ""];
@@ -2599,17 +2609,17 @@ const MEMORY_LABELS: Readonly<Record<string, string>> = {
   compute_bytes_per_token: "compute buffer, each token",
 };
 
-function listMemoryRows(report: DetectReport): [string, string, string?][] {
+function listMemoryRows(report: DetectReport): TableRow[] {
   return Object.entries(report.memory ?? {}).map(([key, bytes]) => [
     MEMORY_LABELS[key] ?? key,
     key.endsWith("_per_token") ? `${bytes} B` : formatMib(bytes),
   ]);
 }
 
-function listBudgetRows(report: DetectReport): [string, string, string?][] {
+function listBudgetRows(report: DetectReport): TableRow[] {
   const budget = report.budget;
   if (budget === null) return [];
-  const rows = budget.terms.map((term): [string, string, string?] => [
+  const rows = budget.terms.map((term): TableRow => [
     term.device,
     formatMib(term.usable_bytes),
     `${formatMib(term.free_bytes)} free - ${formatMib(term.headroom_bytes)} headroom`,
@@ -2617,27 +2627,28 @@ function listBudgetRows(report: DetectReport): [string, string, string?][] {
   return [...rows, ["all together", formatMib(budget.total_bytes), `pool: ${budget.pool}`]];
 }
 
-function listAnswerRows(report: DetectReport): [string, string, string?][] {
-  const tokens = report.available_context_tokens;
-  const exact = report.budget?.exact_context_tokens;
-  const limit = report.budget?.limited_by;
-  const eligible = report.loop_mode_eligible ? "yes" : "no";
-  const at = report.memory_at_context;
-  return [
+function listAnswerRows(report: DetectReport): TableRow[] {
+  const { available_context_tokens: tokens, budget, memory_at_context: at } = report;
+  const origin = budget === null
+    ? `source: ${report.source}`
+    : `exactly ${budget.exact_context_tokens}, limited by ${budget.limited_by}`;
+  const rows: TableRow[] = [
+    ["context", tokens === null ? "unknown" : `${tokens} tokens`, origin],
     [
-      "context",
-      tokens === null ? "unknown" : `${tokens} tokens`,
-      exact === undefined ? `source: ${report.source}` : `exactly ${exact}, limited by ${limit}`,
+      "fit for loops",
+      report.loop_mode_eligible ? "yes" : "no",
+      report.reason ?? `the floor is ${report.floor_tokens} tokens`,
     ],
-    ["fit for loops", eligible, report.reason ?? `the floor is ${report.floor_tokens} tokens`],
-    ...(at === null ? [] : [[
-      `at ${at.context_tokens} tokens`,
-      formatMib(at.total_bytes),
-      `weights ${formatMib(at.weights_bytes)}, KV ${formatMib(at.kv_bytes)}, window ` +
-      `${formatMib(at.kv_swa_bytes)}, state ${formatMib(at.recurrent_bytes)}, compute ` +
-      formatMib(at.compute_bytes),
-    ] as [string, string, string]]),
   ];
+  if (at === null) return rows;
+  const terms = Object.entries({
+    weights: at.weights_bytes,
+    KV: at.kv_bytes,
+    window: at.kv_swa_bytes,
+    state: at.recurrent_bytes,
+    compute: at.compute_bytes,
+  }).map(([name, bytes]) => `${name} ${formatMib(bytes)}`);
+  return [...rows, [`at ${at.context_tokens} tokens`, formatMib(at.total_bytes), terms.join(", ")]];
 }
 
 /**
@@ -2657,12 +2668,12 @@ export function listRaises(
   if (now === model.shape.nativeTokens) {
     return [`nothing: ${now} tokens is the model's native context`];
   }
-  const smaller = { ...model, weightsBytes: Math.max(0, model.weightsBytes - GIB) };
+  const smaller = { ...model, weightsBytes: model.weightsBytes - GIB };
   const changes: [string, number][] = [
     ["--kv-type q8_0", tryContext(model, { ...settings, kvTypeK: "q8_0", kvTypeV: "q8_0" })],
     ["--kv-type q4_0", tryContext(model, { ...settings, kvTypeK: "q4_0", kvTypeV: "q4_0" })],
     ["--slots 1", tryContext(model, { ...settings, slots: 1 })],
-    ["a model file 1 GiB smaller", tryContext(smaller, settings)],
+    ["a model file 1 GiB smaller", model.weightsBytes > GIB ? tryContext(smaller, settings) : 0],
     ["1 GiB more free memory", largestContext(model, settings, budgetBytes + GIB)],
   ];
   return changes.filter(([, tokens]) => tokens > now).map(([change, tokens]) =>
@@ -3037,12 +3048,7 @@ function newDetectReport(): DetectReport {
   };
 }
 
-/**
- * Sets the answer; whether a loop may run is decided on the exact figure.
- *
- * @param exactTokens The figure before rounding.
- * @param usableTokens The figure to print.
- */
+/** Sets the answer to print; whether a loop may run is decided on the exact figure. */
 function setFigure(
   report: DetectReport,
   { exactTokens, usableTokens }: { exactTokens: number; usableTokens: number },
@@ -3074,7 +3080,7 @@ async function detectContext(options: DetectOptions): Promise<[DetectReport, str
   } catch (error) {
     if (!(error instanceof RefusedError)) throw error;
     report.reason = error.message;
-    report.hint = error.hint ?? null;
+    report.hint = error.hint;
   }
   return [report, raises];
 }

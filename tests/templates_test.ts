@@ -25,9 +25,27 @@ const FULL: JsonObject = {
   description: "Works at night",
   work_source: { kind: "backlog", project: "~/project", area: "loops" },
   roles: {
-    implement: { prompt: "loop-implement.md", tier: 16000, model: "a", command: ["agent", ""] },
-    verify: { prompt: "loop-verifier.md", tier: 8000, model: "b", command: ["agent"] },
-    orchestrate: { prompt: "loop-orchestrate.md", tier: 4000, model: "a", command: ["agent"] },
+    implement: {
+      prompt: "loop-implement.md",
+      tier: 16000,
+      model: "a",
+      command: ["agent", ""],
+      env: { A: "" },
+    },
+    verify: {
+      prompt: "loop-verifier.md",
+      tier: 8000,
+      model: "b",
+      command: ["agent"],
+      env: { A: "1" },
+    },
+    orchestrate: {
+      prompt: "loop-orchestrate.md",
+      tier: 4000,
+      model: "a",
+      command: ["agent"],
+      env: { A: "1" },
+    },
   },
   brakes: {
     max_iterations: 1,
@@ -45,6 +63,7 @@ const FULL: JsonObject = {
   acceptance_criteria: ["It works"],
   harness: {
     command: ["agent", "{prompt}"],
+    model_args: ["--model", "{model}", ""],
     prompt_var: "{p}",
     cwd_var: "{c}",
     output_var: "{o}",
@@ -54,11 +73,13 @@ const FULL: JsonObject = {
     env: { MODE: "" },
     unset_env: ["PARENT"],
     usage: {
+      where: { "type": "end" },
       combine: "sum",
       cost_usd: "cost.total",
       input_tokens: "in",
       output_tokens: "out",
-      text: "text",
+      text: "text.*.value",
+      error: "error",
     },
     backoff: { patterns: ["429"], exit_codes: [75], seconds: 60 },
   },
@@ -69,6 +90,7 @@ const FULL: JsonObject = {
 };
 
 const ARGV_DAMAGE: Json[] = [[], [""], [1], ["agent", 1], "agent", null];
+const ENV_DAMAGE: Json[] = [["A=b"], { "A=B": "c" }, { "": "c" }, null];
 const FOLDER_DAMAGE: Json[] = ["/etc", "~/x", "C:/x", "..", "../x", "a/../b", "", 1];
 const ROLE_DAMAGE: Record<string, Json[]> = {
   "": ["loop-implement.md", [], true],
@@ -76,6 +98,8 @@ const ROLE_DAMAGE: Record<string, Json[]> = {
   ".tier": [3999, 0, 4000.5, "16000", null],
   ".model": ["", 1, null],
   ".command": ARGV_DAMAGE,
+  ".env": ENV_DAMAGE,
+  ".env{}": [1, true, null],
 };
 
 /** Values that each field must refuse, by the path of the field. */
@@ -108,22 +132,27 @@ const DAMAGE: Record<string, Json[]> = {
   "acceptance_criteria[]": ["", 1],
   "harness": [["agent"], "agent", null],
   "harness.command": ARGV_DAMAGE,
+  "harness.model_args": ["-m {model}", {}, null],
+  "harness.model_args[]": [1, null],
   "harness.prompt_var": ["", 1],
   "harness.cwd_var": ["", 1],
   "harness.output_var": ["", 1],
   "harness.stdin": ["file", "", true, null],
   "harness.timeout_seconds": [-1, "60", null],
   "harness.idle_timeout_seconds": [-1, "60", null],
-  "harness.env": [["A=b"], { "A=B": "c" }, { "": "c" }, null],
+  "harness.env": ENV_DAMAGE,
   "harness.env{}": [1, true, null],
   "harness.unset_env": ["PARENT", null],
   "harness.unset_env[]": ["", "A=b", 1],
   "harness.usage": [true, [], null],
+  "harness.usage.where": ["type=end", [], null],
+  "harness.usage.where{}": [1, true, null],
   "harness.usage.combine": ["mean", "", null],
   "harness.usage.cost_usd": ["", 1, null],
   "harness.usage.input_tokens": ["", 1, null],
   "harness.usage.output_tokens": ["", 1, null],
   "harness.usage.text": ["", 1, null],
+  "harness.usage.error": ["", 1, null],
   "harness.backoff": [60, [], null],
   "harness.backoff.patterns": ["429", null],
   "harness.backoff.patterns[]": ["", "(", 429],
@@ -247,7 +276,8 @@ Deno.test("the loop schema refuses a loop without a name", () => {
 Deno.test("the loop schema refuses unknown keys at every level", () => {
   for (const path of ["", ...schemaFields().map(([path]) => path)]) {
     const value = path === "" ? FULL : valueAt(FULL, path);
-    if (!isObject(value) || path === "harness.env") continue;
+    const hasFreeKeys = path.endsWith(".env") || path === "harness.usage.where";
+    if (!isObject(value) || hasFreeKeys) continue;
     const grown = { ...value, surprise: 1 };
     assert(!isValid(path === "" ? grown : withValue(FULL, path, grown)), path || "top level");
   }
@@ -291,7 +321,11 @@ Deno.test("template self-improvement audits the framework with the default harne
     "tests/",
     "design/",
   ]);
-  assertEquals(loop.harness, { command: ["opencode", "run", "--dir", "{cwd}"], stdin: "prompt" });
+  assertEquals(loop.harness, {
+    command: ["opencode", "run", "--dir", "{cwd}"],
+    model_args: ["-m", "{model}"],
+    stdin: "prompt",
+  });
   assertEquals(asObject(loop.schedule).interval_seconds, 3600);
 });
 

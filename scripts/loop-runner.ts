@@ -1457,17 +1457,9 @@ function listWithPass(value: unknown): Record<string, unknown>[] {
 function listCandidates(text: string): { candidates: VerdictCandidate[]; isCutOff: boolean } {
   const candidates: VerdictCandidate[] = [];
   let isFenced = false;
-  let seen = 0;
+  let fence = text.indexOf("```");
   for (let at = text.indexOf("{"); at >= 0; at = text.indexOf("{", at)) {
-    for (
-      let fence = text.indexOf("```", seen);
-      fence >= 0 && fence < at;
-      fence = text.indexOf("```", seen)
-    ) {
-      isFenced = !isFenced;
-      seen = fence + 3;
-    }
-    seen = Math.max(seen, at);
+    for (; fence >= 0 && fence < at; fence = text.indexOf("```", fence + 3)) isFenced = !isFenced;
     const found = readObject(text, at);
     if ("isCutOff" in found && found.isCutOff) {
       return { candidates, isCutOff: text.includes('"pass"', at) };
@@ -1522,7 +1514,7 @@ export function parseVerdict(output: string, nonce: string): ParsedVerdict {
     // deno-lint-ignore no-control-regex -- escape sequences of terminals start with ESC.
     .replace(/\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\^_])/g, "")
     .replace(/^\uFEFF/, "")
-    .replace(/^[ \t]*(?:\/\/|#)[^\n]*$/gm, "");
+    .replace(/(^|\n)[ \t]*(?:\/\/|#)[^\n]*/g, "$1");
   const none = (problem: string): ParsedVerdict => ({ verdict: null, problem, warnings: [] });
   const { candidates, isCutOff } = listCandidates(text);
   if (isCutOff) return none("the verifier's last JSON object breaks off");

@@ -74,6 +74,11 @@ const GIT_CHECKOUT_TIMEOUT_MS = 300_000;
 const COMMIT_TIMEOUT_MS = 300_000;
 const HOOK_TIMEOUT_MS = 60_000;
 const CHECK_OUTPUT_CHARS = 4000;
+/**
+ * This program, or the Deno that runs it. Read at start: once an update has put another file in its
+ * place, Linux names the running one "<path> (deleted)", and a tick would no longer find `status`.
+ */
+const EXECUTABLE = Deno.realPathSync(Deno.execPath());
 const DEFAULT_BACKOFF_S = 900;
 /** Rate limits are told in the last lines; the same words further up may be code or logs. */
 const BACKOFF_LINES = 20;
@@ -1679,10 +1684,10 @@ function logSafely(
 function programArgv(framework: string, program: "status" | "vram-detect"): string[] {
   if (Deno.build.standalone) {
     const extension = Deno.build.os === "windows" ? ".exe" : "";
-    return [join(dirname(Deno.realPathSync(Deno.execPath())), program + extension)];
+    return [join(dirname(EXECUTABLE), program + extension)];
   }
   const script = join(framework, "scripts", `${program}.ts`);
-  return [Deno.execPath(), "run", "-q", "--no-prompt", `-P=${program}`, script];
+  return [EXECUTABLE, "run", "-q", "--no-prompt", `-P=${program}`, script];
 }
 
 /** Runs a sibling program with `--json` and returns the object in its last line, or why there is none. */

@@ -223,6 +223,7 @@ interface Tick {
   readonly number: number;
   readonly lock: Deno.FsFile;
   readonly runId: string;
+  readonly startedAt: string;
   readonly summary: Summary;
   readonly stop: StopSignal;
   windowTokens: number;
@@ -2261,31 +2262,42 @@ function startProgress(
   };
 }
 
+/** Who holds a loop's lock, as its file tells it; runId null once a tick has ended what it started. */
+interface LockHolder {
+  readonly lock: Deno.FsFile;
+  readonly loop: string;
+  readonly runId: string | null;
+  readonly startedAt: string;
+  readonly isDryRun: boolean;
+}
+
 /** Writes into the lock file who holds it, for people and for the next tick. */
 function writeLockNote(
-  tick: Pick<Tick, "lock" | "loop" | "runId" | "isDryRun">,
+  { lock, loop, runId, startedAt, isDryRun }: LockHolder,
   harness: { pid: number; started: string | null } | null,
 ): void {
-  if (tick.isDryRun) return;
+  if (isDryRun) return;
   const note: LockNote = {
     pid: Deno.pid,
     host: Deno.hostname(),
-    loop: tick.loop,
-    started_at: new Date().toISOString(),
-    run_id: tick.runId,
+    loop,
+    started_at: startedAt,
+    run_id: runId,
     harness_pgid: harness?.pid ?? null,
     harness_started: harness?.started ?? null,
   };
-  tick.lock.truncateSync(0);
-  tick.lock.seekSync(0, Deno.SeekMode.Start);
-  writeAll(tick.lock, new TextEncoder().encode(`${JSON.stringify(note)}\n`));
+  lock.truncateSync(0);
+  lock.seekSync(0, Deno.SeekMode.Start);
+  writeAll(lock, new TextEncoder().encode(`${JSON.stringify(note)}\n`));
 }
 
 /** Ends what a tick that was killed has left running; its lock is ours by now. */
 async function sweepLastRun(dir: string, summary: Summary): Promise<void> {
   const note = readLockNote(join(dir, ".state.lock"));
-  if (note?.harness_pgid === null || note?.run_id === null || note === null) return;
-  const leader = { pid: note.harness_pgid, started: note.harness_started };
+  if (note === null || note.run_id === null || note.host !== Deno.hostname()) return;
+  // Killed before it could note the group, or without a start time to compare: the marker has to do.
+  const isGroupKnown = note.harness_pgid !== null && note.harness_started !== null;
+  const leader = { pid: isGroupKnown ? note.harness_pgid! : -1, started: note.harness_started };
   const count = await endRun(leader, note.run_id);
   if (count > 0) {
     summary.warnings.push(`ended ${count} process(es) that an earlier tick left running`);
@@ -3478,7 +3490,7 @@ export async function runTick(options: TickOptions): Promise<Summary> {
 
 function describeRunningTick(dir: string): string {
   const note = readLockNote(join(dir, ".state.lock"));
-  return note === null
+  return note === null || note.run_id === null
     ? "another command holds the loop"
     : `process ${note.pid} is in a tick since ${note.started_at}`;
 }
@@ -3490,7 +3502,8 @@ async function runLockedTick(
   const { framework, project, loop, isDryRun } = options;
   const runId = crypto.randomUUID();
   if (!isDryRun) await sweepLastRun(dir, summary);
-  writeLockNote({ lock, loop, runId, isDryRun }, null);
+  const holder = { lock, loop, runId, startedAt: new Date().toISOString(), isDryRun };
+  writeLockNote(holder, null);
   const shell = { ...options, dir, summary } as Tick;
   let tick: Tick = shell;
   try {
@@ -3508,6 +3521,7 @@ async function runLockedTick(
       number: state.iteration_count + 1,
       lock,
       runId,
+      startedAt: holder.startedAt,
       summary,
       windowTokens: 0,
       cwd: project,
@@ -3525,6 +3539,8 @@ async function runLockedTick(
     await runSteps(tick);
   } catch (error) {
     await endEarly(tick, error);
+  } finally {
+    writeLockNote({ ...holder, runId: null }, null);
   }
 }
 

@@ -1973,8 +1973,9 @@ export function parseOllamaName(name: string): string | null {
   const parts = (hasTag ? name.slice(0, colon) : name).split("/");
   const defaults = ["registry.ollama.ai", "library"];
   const full = [...defaults.slice(0, Math.max(0, 3 - parts.length)), ...parts, tag];
-  // No part may climb out of the folder or hide a separator.
-  const isSafe = full.length === 4 && full.every((part) => /^[A-Za-z0-9_][\w.:-]*$/.test(part));
+  // No part may climb out of the folder or hide a separator; a host may have a port.
+  const isSafe = full.length === 4 &&
+    full.every((part, index) => (index === 0 ? /^\w[\w.-]*(:\d+)?$/ : /^\w[\w.-]*$/).test(part));
   return isSafe ? ["manifests", ...full].join("/") : null;
 }
 

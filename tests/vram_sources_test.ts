@@ -351,6 +351,8 @@ Deno.test("parseOllamaName() finds the manifest of every form of a name, and of 
     ["a/../b", null],
     ["", null],
     ["a:", null],
+    ["a:b:c", null],
+    [":5000/a/b", null],
     ["a/b/c/d", null],
     ["with space", null],
   ];

@@ -59,6 +59,10 @@ const DEFAULT_HARNESS = {
   command: ["opencode", "run", "--dir", "{cwd}"],
   model_args: ["-m", "{model}"],
   stdin: "prompt",
+  env: {
+    // Without a rule it asks before it looks outside its folder, and with nobody there that ends the session.
+    OPENCODE_PERMISSION: '{"external_directory":{"*":"deny","{task_dir}/*":"allow"}}',
+  },
 } as const;
 const DEFAULT_TIMEOUT_S = 3600;
 const DEFAULT_RETENTION = 20;
@@ -70,6 +74,8 @@ const TERM_GRACE_MS = 5000;
 const KILL_GRACE_MS = 2000;
 const DRAIN_MS = 2000;
 const WATCH_MS = 200;
+/** Younger temporary files may belong to a command that is writing one right now. */
+const SCRATCH_AGE_MS = 3_600_000;
 const GIT_CHECKOUT_TIMEOUT_MS = 300_000;
 const COMMIT_TIMEOUT_MS = 300_000;
 const HOOK_TIMEOUT_MS = 60_000;
@@ -2304,15 +2310,25 @@ async function sweepLastRun(dir: string, summary: Summary): Promise<void> {
   }
 }
 
+/** Removes scratch folders and half-written files of ticks that were killed. */
+function removeScratch(dir: string): void {
+  for (const { name } of [...Deno.readDirSync(dir)]) {
+    const path = join(dir, name);
+    const isOldTemporary = /^\..+\.tmp-\d+$/.test(name) &&
+      Date.now() - (Deno.lstatSync(path).mtime?.getTime() ?? 0) > SCRATCH_AGE_MS;
+    if (name.startsWith(".snapshot-") || isOldTemporary) Deno.removeSync(path, { recursive: true });
+  }
+}
+
 /** The environment of a harness: the person's, less and more what loop.json and the tick say. */
-function buildHarnessEnv(tick: Tick, role: RoleName): Record<string, string> {
-  const harness = tick.config.harness ?? {};
-  const env: Record<string, string> = {
-    ...Deno.env.toObject(),
-    ...harness.env,
-    ...tick.config.roles?.[role]?.env,
-  };
-  const removed = [...harness.unset_env ?? [], "AUTOMATON_NO_LOOP_LOCK", "AUTOMATON_OP_FILE"];
+function buildHarnessEnv(
+  tick: Tick,
+  role: RoleName,
+  own: Readonly<Record<string, string>> = tick.config.harness?.env ?? {},
+): Record<string, string> {
+  const env: Record<string, string> = { ...Deno.env.toObject(), ...own };
+  const unset = tick.config.harness?.unset_env ?? [];
+  const removed = [...unset, "AUTOMATON_NO_LOOP_LOCK", "AUTOMATON_OP_FILE"];
   for (const name of removed) delete env[name];
   return {
     ...env,
@@ -2327,16 +2343,46 @@ function buildHarnessEnv(tick: Tick, role: RoleName): Record<string, string> {
   };
 }
 
+/** The model that a role is to use; undefined where neither loop.json nor models.json names one. */
+function findModel(tick: Tick, role: RoleName): string | undefined {
+  return tick.config.roles?.[role]?.model ?? tick.models?.default;
+}
+
+/** A role's command with its model, before tokens are filled in. */
+function chooseCommand(tick: Tick, role: RoleName): { command: string[]; isDefault: boolean } {
+  const { command, model_args } = tick.config.harness ?? {};
+  const own = tick.config.roles?.[role]?.command ?? command;
+  const words = [...own ?? DEFAULT_HARNESS.command];
+  const modelArgs = model_args ?? (own === undefined ? DEFAULT_HARNESS.model_args : []);
+  const isModelMissing = findModel(tick, role) !== undefined && !hasModelToken(words);
+  return {
+    command: isModelMissing ? [...words, ...modelArgs] : words,
+    isDefault: own === undefined,
+  };
+}
+
+const hasModelToken = (words: readonly string[]): boolean =>
+  words.some((word) => word.includes("{model}"));
+
+/** What keeps a role's model from its harness; null when nothing does. */
+function findModelProblem(tick: Tick, role: RoleName): string | null {
+  const { command } = chooseCommand(tick, role);
+  const env = { ...tick.config.harness?.env, ...tick.config.roles?.[role]?.env };
+  const model = findModel(tick, role);
+  const isTold = hasModelToken([...command, ...Object.values(env)]);
+  if (model === undefined && isTold) {
+    return `{model} in the ${role} command stays as it is, since no model is known: put it into harness.model_args`;
+  }
+  if (tick.config.roles?.[role]?.model === undefined || isTold) return null;
+  return `nothing tells the ${role} harness its model ${model}: put it into harness.model_args`;
+}
+
 /** Builds what a role's harness is run with; the prompt has been written. */
 function buildRequest(tick: Tick, role: RoleName, promptPath: string): HarnessRequest {
   const harness = tick.config.harness ?? {};
-  const own = tick.config.roles?.[role]?.command ?? harness.command;
-  const isDefault = own === undefined;
-  const command = own ?? DEFAULT_HARNESS.command;
+  const { command, isDefault } = chooseCommand(tick, role);
   const stdin = harness.stdin ?? (isDefault ? DEFAULT_HARNESS.stdin : "none");
-  const model = tick.config.roles?.[role]?.model ?? tick.models?.default;
-  const modelArgs = harness.model_args ?? (isDefault ? DEFAULT_HARNESS.model_args : []);
-  const needsModelArgs = model !== undefined && !command.join(" ").includes("{model}");
+  const model = findModel(tick, role);
   const prompt = readTextIfPresent(promptPath) ?? "";
   const values: Record<string, string> = {
     ...commonValues(tick),
@@ -2355,11 +2401,21 @@ function buildRequest(tick: Tick, role: RoleName, promptPath: string): HarnessRe
     ...(role === "orchestrate" ? { "{verdict}": outputPath(tick, "verdict.json") } : {}),
     ...(model === undefined ? {} : { "{model}": model }),
   };
+  const env = {
+    ...(isDefault ? DEFAULT_HARNESS.env : {}),
+    ...harness.env,
+    ...tick.config.roles?.[role]?.env,
+  };
   return {
     label: role,
-    argv: [...command, ...(needsModelArgs ? modelArgs : [])]
-      .map((element) => substituteTokens(element, values)),
-    env: buildHarnessEnv(tick, role),
+    argv: command.map((element) => substituteTokens(element, values)),
+    env: buildHarnessEnv(
+      tick,
+      role,
+      Object.fromEntries(
+        Object.entries(env).map(([name, value]) => [name, substituteTokens(value, values)]),
+      ),
+    ),
     stdin: stdin === "prompt" ? prompt : null,
     timeoutMs: (harness.timeout_seconds ?? DEFAULT_TIMEOUT_S) * 1000,
     idleTimeoutMs: (harness.idle_timeout_seconds ?? 0) * 1000,
@@ -2896,6 +2952,8 @@ async function runRole(
   const promptPath = writePrompt(tick, role, values);
   tick.summary.artifacts[`${role}_prompt`] = promptPath;
   const request = buildRequest(tick, role, promptPath);
+  const modelProblem = findModelProblem(tick, role);
+  if (modelProblem !== null) warn(tick, modelProblem);
   const [controls, checkout] = await Promise.all([readControls(tick), describeCheckout(tick)]);
   const startedAt = Date.now();
   const outcome = await runHarness(tick, request);
@@ -3501,7 +3559,10 @@ async function runLockedTick(
 ): Promise<void> {
   const { framework, project, loop, isDryRun } = options;
   const runId = crypto.randomUUID();
-  if (!isDryRun) await sweepLastRun(dir, summary);
+  if (!isDryRun) {
+    await sweepLastRun(dir, summary);
+    removeScratch(dir);
+  }
   const holder = { lock, loop, runId, startedAt: new Date().toISOString(), isDryRun };
   writeLockNote(holder, null);
   const shell = { ...options, dir, summary } as Tick;

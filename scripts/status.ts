@@ -130,6 +130,8 @@ export interface Command extends OptionSpec {
   readonly writes: boolean;
   /** True where the command makes `.automaton/` in a project named outright. */
   readonly creates?: true;
+  /** True where the command makes sense outside of any project. */
+  readonly anywhere?: true;
   readonly run: (invocation: Invocation) => Answer | Promise<Answer>;
 }
 
@@ -1461,7 +1463,7 @@ function listFolders(path: string): string[] {
 }
 
 function listNames(path: string): string[] {
-  return [...Deno.readDirSync(path)].map(({ name }) => name);
+  return [...Deno.readDirSync(path)].map(({ name }) => name).sort();
 }
 
 /** A task's folder, in tasks/ or in tasks/complete/; null when there is none. */
@@ -1761,6 +1763,7 @@ async function haltLoop(
     resumed_count,
   };
   logEvent(dir, "WARNING", "HALTED", fields);
+  await switchSchedule(dir, "pause");
   await runHaltHook(invocation, dir, trip);
 }
 
@@ -1945,6 +1948,1849 @@ async function listOutOfScope(
   if (!(await isCheckout(worktree))) return [];
   const files = await listChangedFiles(project, worktree, state);
   return files.filter((path) => !isInScope(path, scope));
+}
+
+// --- Schedule ---
+
+/** The schedulers that a loop can be installed with. */
+export const SCHEDULERS = ["cron", "systemd", "launchd", "schtasks"] as const;
+/** One of SCHEDULERS. */
+export type Scheduler = typeof SCHEDULERS[number];
+
+/** Schedulers of other machines: their unit is printed, never installed from here. */
+export const PRINTED_SCHEDULERS = ["kubernetes", "github-actions"] as const;
+/** One of PRINTED_SCHEDULERS. */
+export type PrintedScheduler = typeof PRINTED_SCHEDULERS[number];
+
+const MIN_INTERVAL_S = 60;
+/** GitHub starts scheduled workflows at most every five minutes. */
+const MIN_WORKFLOW_INTERVAL_S = 300;
+/** The longest repetition that the task scheduler of Windows takes (P31D). */
+const MAX_INTERVAL_S = 31 * 86_400;
+const DAY_MIN = 1440;
+const MAX_CRON_LINES = 5;
+/** Minutes between two looks at the clock where no calendar expresses an interval: all divide an hour. */
+const DUE_PERIODS_MIN = [30, 20, 15, 12, 10, 6, 5, 4, 3, 2, 1];
+/** Debian's cron (3.0pl1) refuses a longer command, its comment included. */
+const MAX_CRON_COMMAND_BYTES = 980;
+const SCHEDULER_TIMEOUT_MS = 15_000;
+const POLL_MS = 250;
+/** What launchctl answers for a service that is not loaded. */
+const LAUNCHD_NOT_LOADED = 113;
+/** What it answers while the service of that name is still being unloaded or was disabled just before. */
+const LAUNCHD_BUSY = [5, 37, 119];
+
+/** When a loop wakes, in terms that a calendar can express. */
+export interface SchedulePlan {
+  readonly intervalS: number;
+  /** Minutes between two wakes. */
+  readonly periodMin: number;
+  /** False where a wake is no tick yet: the tick looks at the clock whether it is due. */
+  readonly isExact: boolean;
+}
+
+/** One time of a plan: a minute in every `hourStep`-th hour from `hour` on. */
+export interface CalendarSlot {
+  readonly hour: number;
+  readonly minute: number;
+  readonly hourStep: number;
+}
+
+/** What is to be scheduled. */
+export interface ScheduleJob {
+  readonly loop: string;
+  readonly project: string;
+  readonly plan: SchedulePlan;
+  /** Seconds after which the scheduler ends a tick that hangs; null for never. */
+  readonly timeoutS: number | null;
+  /** PATH for the tick. */
+  readonly path: string;
+  /** Variables that the tick gets besides PATH. */
+  readonly environment: Readonly<Record<string, string>>;
+  /** Words that start loop-runner. */
+  readonly runner: readonly string[];
+  /** The generated script, and the file that takes its output. */
+  readonly script: string;
+  readonly log: string;
+  /** Name of the timer, label, task or line. */
+  readonly unit: string;
+}
+
+/** A file that makes up a schedule. */
+export interface UnitFile {
+  readonly path: string;
+  readonly content: string;
+}
+
+/** `schedule.json`: what was installed for a loop, so that it can be paused and taken away again. */
+export interface ScheduleRecord {
+  readonly schema_version: 1;
+  readonly scheduler: Scheduler;
+  readonly interval_seconds: number;
+  /** Whether each wake is a tick. */
+  readonly exact: boolean;
+  readonly period_seconds: number;
+  readonly unit: string;
+  /** Files outside the loop's folder. */
+  readonly files: readonly string[];
+  readonly script: string;
+  /** Words that start loop-runner. */
+  readonly runner: readonly string[];
+  readonly log: string;
+  readonly path: string;
+  readonly context_tokens: string | null;
+  /** The agent's executable as found on that PATH. */
+  readonly agent: string | null;
+  readonly installed_at: string;
+  readonly paused: boolean;
+  /** launchd: the session that the agent is loaded in. */
+  readonly domain?: string;
+  /** cron: the person's last line (a character a byte) where it had no newline before ours came. */
+  readonly newline_added_after?: string;
+}
+
+/** What appliers need of the machine; tests put their own in its place. */
+export interface SchedulerHost {
+  readonly run: (argv: readonly string[]) => Promise<CommandOutcome>;
+  readonly sleep: (milliseconds: number) => Promise<void>;
+  readonly home: string;
+  readonly uid: number | null;
+  /** Where the person's systemd units lie. */
+  readonly unitDir: string;
+  /** Where files lie that a scheduler reads once: the loop's folder. */
+  readonly scratchDir: string;
+}
+
+/** How a schedule is found: `paused` also where it is there and does not run. */
+export type SchedulePresence = "active" | "paused" | "gone" | "unknown";
+
+/** Renderer and appliers of one scheduler. */
+interface SchedulerDriver {
+  readonly nameUnit: (loop: string) => string;
+  /** The files outside the loop's folder; for cron its lines. */
+  readonly render: (job: ScheduleJob, host: SchedulerHost, domain?: string) => UnitFile[];
+  /** True where a unit of that name starts something else. */
+  readonly isTaken: (job: ScheduleJob, host: SchedulerHost) => Promise<boolean>;
+  /** @returns What the record has to remember besides. */
+  readonly install: (
+    job: ScheduleJob,
+    host: SchedulerHost,
+  ) => Promise<Pick<ScheduleRecord, "domain" | "newline_added_after">>;
+  /** @param mayEndTick False while a tick of the loop runs, which has to end by itself. */
+  readonly pause: (
+    record: ScheduleRecord,
+    host: SchedulerHost,
+    mayEndTick: boolean,
+  ) => Promise<void>;
+  readonly resume: (record: ScheduleRecord, host: SchedulerHost) => Promise<void>;
+  readonly remove: (record: ScheduleRecord, host: SchedulerHost) => Promise<void>;
+  readonly inspect: (record: ScheduleRecord, host: SchedulerHost) => Promise<SchedulePresence>;
+}
+
+function greatestCommonDivisor(a: number, b: number): number {
+  return b === 0 ? a : greatestCommonDivisor(b, a % b);
+}
+
+/**
+ * The times of a day at which something wakes every so many minutes.
+ *
+ * @param periodMin A divisor of 1440.
+ */
+export function listCalendarSlots(periodMin: number): CalendarSlot[] {
+  const cycleMin = periodMin * 60 / greatestCommonDivisor(periodMin, 60);
+  return Array.from({ length: cycleMin / periodMin }, (_, index) => ({
+    hour: Math.floor(index * periodMin / 60),
+    minute: index * periodMin % 60,
+    hourStep: cycleMin / 60,
+  }));
+}
+
+/**
+ * Decides how an interval is scheduled. Exact is what a calendar expresses in at most five cron lines; for
+ * all else the scheduler wakes the tick more often, which then looks whether it is due.
+ *
+ * @param intervalS Seconds from 60 to 31 days; Windows rounds up to minutes.
+ * @throws {RangeError} For any other interval.
+ *
+ * @example
+ * ```ts
+ * import { planSchedule } from "./status.ts";
+ * const plan = planSchedule(2700, "cron");
+ * if (!plan.isExact || plan.periodMin !== 45) throw new Error("wrong plan");
+ * ```
+ */
+export function planSchedule(
+  intervalS: number,
+  scheduler: Scheduler | PrintedScheduler,
+): SchedulePlan {
+  const leastS = scheduler === "github-actions" ? MIN_WORKFLOW_INTERVAL_S : MIN_INTERVAL_S;
+  if (!Number.isSafeInteger(intervalS) || intervalS < leastS || intervalS > MAX_INTERVAL_S) {
+    throw new RangeError(
+      `Cannot schedule an interval of "${intervalS}" s: ${scheduler} takes ${leastS} to ${MAX_INTERVAL_S}`,
+    );
+  }
+  const minutes = intervalS / 60;
+  if (scheduler === "schtasks") {
+    return { intervalS, periodMin: Math.ceil(minutes), isExact: true };
+  }
+  const isCalendar = Number.isInteger(minutes) && DAY_MIN % minutes === 0;
+  const lines = isCalendar ? renderCronTimes(minutes).length : Infinity;
+  const maxLines = scheduler === "kubernetes" ? 1 : MAX_CRON_LINES;
+  if (lines <= maxLines) return { intervalS, periodMin: minutes, isExact: true };
+  if (lines <= MAX_CRON_LINES) {
+    return { intervalS, periodMin: greatestCommonDivisor(minutes, 60), isExact: false };
+  }
+  const fine = DUE_PERIODS_MIN.find((period) => period * 60 <= intervalS / 20) ?? 1;
+  return { intervalS, periodMin: Math.max(fine, leastS / 60), isExact: false };
+}
+
+/**
+ * The time fields of the cron lines that fire every so many minutes.
+ *
+ * @param periodMin A divisor of 1440.
+ *
+ * @example
+ * ```ts
+ * import { renderCronTimes } from "./status.ts";
+ * if (renderCronTimes(5)[0] !== "*\/5 * * * *") throw new Error("wrong line");
+ * ```
+ */
+export function renderCronTimes(periodMin: number): string[] {
+  if (periodMin === 1) return ["* * * * *"];
+  if (periodMin === 60) return ["0 * * * *"];
+  if (60 % periodMin === 0) return [`*/${periodMin} * * * *`];
+  if (periodMin === DAY_MIN) return ["0 0 * * *"];
+  if (periodMin % 60 === 0) return [`0 */${periodMin / 60} * * *`];
+  return listCalendarSlots(periodMin).map(({ hour, minute, hourStep }) =>
+    `${minute} ${hourStep === 24 ? hour : `${hour}-23/${hourStep}`} * * *`
+  );
+}
+
+const twoDigits = (value: number): string => `${value}`.padStart(2, "0");
+
+/**
+ * The OnCalendar values of a systemd timer that fires every so many minutes (checked with systemd 252).
+ *
+ * @param periodMin A divisor of 1440.
+ *
+ * @example
+ * ```ts
+ * import { renderCalendar } from "./status.ts";
+ * if (renderCalendar(45)[0] !== "00/3:00,45:00") throw new Error("wrong time");
+ * ```
+ */
+export function renderCalendar(periodMin: number): string[] {
+  if (periodMin === 1) return ["*:*:00"];
+  if (60 % periodMin === 0) return [periodMin === 60 ? "*:00:00" : `*:00/${periodMin}:00`];
+  const minutesByHours = new Map<string, string[]>();
+  for (const { hour, minute, hourStep } of listCalendarSlots(periodMin)) {
+    const hours = hourStep === 24 ? twoDigits(hour) : `${twoDigits(hour)}/${hourStep}`;
+    minutesByHours.set(hours, [...minutesByHours.get(hours) ?? [], twoDigits(minute)]);
+  }
+  return [...minutesByHours].map(([hours, minutes]) => `${hours}:${minutes.join(",")}:00`);
+}
+
+/** The StartCalendarInterval entries of launchd, which knows no steps: every time of the day. */
+export function listCalendarEntries(periodMin: number): { Hour?: number; Minute: number }[] {
+  return listCalendarSlots(periodMin).flatMap(({ hour, minute, hourStep }) => {
+    if (hourStep === 1) return [{ Minute: minute }];
+    const count = 24 / hourStep;
+    return Array.from({ length: count }, (_, index) => ({
+      Hour: hour + index * hourStep,
+      Minute: minute,
+    }));
+  });
+}
+
+/**
+ * The next times at which a loop ticks, in the local calendar.
+ *
+ * @param fromMs Times after this one.
+ * @param lastSlotMs Where the tick checks whether it is due: the slot of the last one, null before the first.
+ * @returns Milliseconds since the epoch.
+ */
+export function listNextFires(
+  { intervalS, periodMin, isExact }: SchedulePlan,
+  { fromMs, lastSlotMs, count }: { fromMs: number; lastSlotMs: number | null; count: number },
+): number[] {
+  const periodMs = periodMin * 60_000;
+  if (DAY_MIN % periodMin !== 0) {
+    // Windows counts from the start of its trigger.
+    const anchorMs = new Date(2020, 0, 1).getTime();
+    const first = anchorMs + Math.ceil((fromMs + 1 - anchorMs) / periodMs) * periodMs;
+    return Array.from({ length: count }, (_, index) => first + index * periodMs);
+  }
+  const fires: number[] = [];
+  let lastMs = lastSlotMs !== null && lastSlotMs <= fromMs ? lastSlotMs : -Infinity;
+  for (let at = Math.floor(fromMs / 60_000 + 1) * 60_000; fires.length < count; at += 60_000) {
+    const local = new Date(at);
+    if ((local.getHours() * 60 + local.getMinutes()) % periodMin !== 0) continue;
+    if (!isExact && at < lastMs + intervalS * 1000) continue;
+    fires.push(at);
+    lastMs = at;
+  }
+  return fires;
+}
+
+/** A time as people read it here: the local date and minute with the zone's offset. */
+export function formatLocalTime(atMs: number): string {
+  const at = new Date(atMs);
+  const offset = -at.getTimezoneOffset();
+  const [hours, minutes] = [Math.floor(Math.abs(offset) / 60), Math.abs(offset) % 60];
+  const date = [at.getFullYear(), twoDigits(at.getMonth() + 1), twoDigits(at.getDate())].join("-");
+  const zone = `${offset < 0 ? "-" : "+"}${twoDigits(hours)}:${twoDigits(minutes)}`;
+  return `${date} ${twoDigits(at.getHours())}:${twoDigits(at.getMinutes())} ${zone}`;
+}
+
+/** An interval in its largest whole unit. */
+export function describeInterval(seconds: number): string {
+  const units = [[86_400, "day"], [3600, "h"], [60, "min"]] as const;
+  for (const [size, unit] of units) {
+    if (seconds % size !== 0) continue;
+    const count = seconds / size;
+    return `every ${unit === "day" ? countWords(count, unit) : `${count} ${unit}`}`;
+  }
+  return `every ${seconds} s`;
+}
+
+/**
+ * Refuses what no unit file can hold: control characters, and what is no text at all.
+ *
+ * @throws {RefusedError} Names the value.
+ */
+export function checkUnitValue(kind: string, value: string): string {
+  // deno-lint-ignore no-control-regex -- control characters are what is looked for.
+  if (!/[\u0000-\u001f\u007f\ufffe\uffff]/.test(value) && value.isWellFormed()) return value;
+  throw new RefusedError(
+    `Cannot schedule ${kind} ${JSON.stringify(value)}: it holds a control character`,
+    "rename it and try again",
+  );
+}
+
+/**
+ * Quotes a word for sh; nothing in it is expanded.
+ *
+ * @example
+ * ```ts
+ * import { quoteShWord } from "./status.ts";
+ * if (quoteShWord("it's") !== "'it'\\''s'") throw new Error("wrong quoting");
+ * ```
+ */
+export function quoteShWord(word: string): string {
+  return `'${word.replaceAll("'", "'\\''")}'`;
+}
+
+/**
+ * Quotes a word for the command of a cron line. `%` would end the command: it stands behind a backslash
+ * outside the quotes, where cron (which takes the backslash away) and busybox (which leaves it to sh)
+ * agree. Some crons halve a double backslash, so none is left as one.
+ *
+ * @example
+ * ```ts
+ * import { quoteCronWord } from "./status.ts";
+ * if (quoteCronWord("/p%c") !== "'/p'\\%'c'") throw new Error("wrong quoting");
+ * ```
+ */
+export function quoteCronWord(word: string): string {
+  const quoted = quoteShWord(word.replaceAll("%", "\0")).replaceAll("\0", "'\\%'");
+  return quoted.replace(/\\(?=\\)/g, "\\''");
+}
+
+/**
+ * Quotes the program of an ExecStart line: systemd unescapes backslashes and expands `%` (checked with
+ * 252). `$` stays as it is: variables are not expanded in the program's own path.
+ *
+ * @example
+ * ```ts
+ * import { quoteSystemdPath } from "./status.ts";
+ * if (quoteSystemdPath('/a "b"%') !== '"/a \\"b\\"%%"') throw new Error("wrong quoting");
+ * ```
+ */
+export function quoteSystemdPath(path: string): string {
+  return `"${path.replace(/["\\]/g, "\\$&").replaceAll("%", "%%")}"`;
+}
+
+/**
+ * Escapes a text for XML, in elements as in attributes.
+ *
+ * @example
+ * ```ts
+ * import { escapeXml } from "./status.ts";
+ * if (escapeXml("a<b&c") !== "a&lt;b&amp;c") throw new Error("wrong escape");
+ * ```
+ */
+export function escapeXml(text: string): string {
+  const names: Record<string, string> = {
+    "&": "&amp;",
+    "<": "&lt;",
+    ">": "&gt;",
+    '"': "&quot;",
+    "'": "&apos;",
+  };
+  return text.replace(/[&<>"']/g, (character) => names[character]!);
+}
+
+/**
+ * Quotes a text for YAML: a JSON string, with what YAML does not print escaped too.
+ *
+ * @example
+ * ```ts
+ * import { quoteYaml } from "./status.ts";
+ * if (quoteYaml("no: # 'x'") !== `"no: # 'x'"`) throw new Error("wrong quoting");
+ * ```
+ */
+export function quoteYaml(text: string): string {
+  return JSON.stringify(text).replace(
+    /[\u007f-\u009f\u2028\u2029\ufeff\ufffe\uffff]/g,
+    (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`,
+  );
+}
+
+/**
+ * Quotes an argument as programs on Windows split their command line (CommandLineToArgvW).
+ *
+ * @example
+ * ```ts
+ * import { quoteWindowsArgument } from "./status.ts";
+ * if (quoteWindowsArgument("C:\\my dir\\") !== '"C:\\my dir\\\\"') throw new Error("wrong quoting");
+ * ```
+ */
+export function quoteWindowsArgument(word: string): string {
+  if (/^[\w:\\./=-]+$/.test(word)) return word;
+  return `"${word.replace(/(\\*)"/g, '$1$1\\"').replace(/\\+$/, "$&$&")}"`;
+}
+
+/**
+ * The script that the scheduler starts: the PATH of the person who installed it, the project, one tick.
+ *
+ * @returns POSIX sh with every value quoted.
+ */
+export function renderTickScript(job: ScheduleJob): string {
+  const lines = Object.entries(job.environment).map(([name, value]) =>
+    `export ${name}=${quoteShWord(value)}`
+  );
+  const tick = `--mode tick --loop ${job.loop} --project ${quoteShWord(job.project)}`;
+  // Without a PATH of our own an empty first folder would mean the working directory.
+  const path = job.path === ""
+    ? ""
+    : `PATH=${quoteShWord(job.path)}"\${PATH:+:$PATH}"\nexport PATH\n`;
+  return `#!/bin/sh
+# One tick of loop ${job.loop}. Written by status --install-schedule, which writes it anew each time.
+${path}${lines.map((line) => `${line}\n`).join("")}cd ${quoteShWord(job.project)} || exit 1
+exec ${job.runner.map(quoteShWord).join(" ")} ${tick}
+`;
+}
+
+/** What the tick's own check needs to know, where the calendar alone does not decide. */
+function dueEnvironment({ intervalS, periodMin, isExact }: SchedulePlan): Record<string, string> {
+  if (isExact) return {};
+  return {
+    AUTOMATON_DUE_INTERVAL_S: `${intervalS}`,
+    AUTOMATON_DUE_PERIOD_S: `${periodMin * 60}`,
+  };
+}
+
+const cronMarker = (loop: string): string => ` # automaton-loop:${loop}`;
+
+/**
+ * The lines of a crontab that tick a loop.
+ *
+ * @throws {RefusedError} Where cron would refuse a line for its length.
+ */
+export function renderCronLines({ plan, script, log, unit }: ScheduleJob): string[] {
+  const command = `${quoteCronWord(script)} >>${quoteCronWord(log)} 2>&1${cronMarker(unit)}`;
+  const bytes = new TextEncoder().encode(command).length;
+  if (bytes > MAX_CRON_COMMAND_BYTES) {
+    throw new RefusedError(
+      `Cannot schedule "${script}": its cron line would hold ${bytes} bytes, over ${MAX_CRON_COMMAND_BYTES}`,
+      "move the project to a folder with a shorter path",
+    );
+  }
+  return renderCronTimes(plan.periodMin).map((time) => `${time} ${command}`);
+}
+
+/** A systemd timer and the service that it starts (systemd 252: `systemd-analyze --user verify`). */
+export function renderSystemdUnits(
+  { loop, plan, script, timeoutS, unit }: ScheduleJob,
+): { timer: string; service: string } {
+  const calendar = renderCalendar(plan.periodMin).map((time) => `OnCalendar=${time}\n`).join("");
+  const timer = `# Written by status --install-schedule, which writes it anew each time.
+[Unit]
+Description=Wakes Automaton loop ${loop}
+
+[Timer]
+${calendar}Persistent=true
+AccuracySec=1s
+Unit=${unit}.service
+
+[Install]
+WantedBy=timers.target
+`;
+  const service = `# Written by status --install-schedule, which writes it anew each time.
+[Unit]
+Description=One tick of Automaton loop ${loop}
+
+[Service]
+Type=oneshot
+ExecStart=${quoteSystemdPath(script)}
+TimeoutStartSec=${timeoutS ?? "infinity"}
+KillMode=control-group
+Nice=10
+`;
+  return { timer, service };
+}
+
+/**
+ * A launchd agent. StartInterval would lose firings while the machine sleeps, the calendar does not.
+ *
+ * @param domain `gui/UID`, or `user/UID` where nobody has a graphical session.
+ */
+export function renderLaunchAgent(job: ScheduleJob, domain: string): string {
+  const text = (value: string) => `<string>${escapeXml(value)}</string>`;
+  const entries = listCalendarEntries(job.plan.periodMin).map((entry) => {
+    const keys = Object.entries(entry).map(([key, value]) =>
+      `<key>${key}</key><integer>${value}</integer>`
+    );
+    return `    <dict>${keys.join("")}</dict>\n`;
+  });
+  const session = domain.startsWith("gui/")
+    ? ""
+    : `  <key>LimitLoadToSessionType</key>\n  ${text("Background")}\n`;
+  return `<?xml version="1.0" encoding="UTF-8"?>
+<!DOCTYPE plist PUBLIC "-//Apple//DTD PLIST 1.0//EN" "http://www.apple.com/DTDs/PropertyList-1.0.dtd">
+<plist version="1.0">
+<dict>
+  <key>Label</key>
+  ${text(job.unit)}
+  <key>ProgramArguments</key>
+  <array>
+    ${text(job.script)}
+  </array>
+  <key>EnvironmentVariables</key>
+  <dict>
+    <key>PATH</key>
+    ${text(job.path)}
+  </dict>
+  <key>WorkingDirectory</key>
+  ${text(job.project)}
+  <key>StandardOutPath</key>
+  ${text(job.log)}
+  <key>StandardErrorPath</key>
+  ${text(job.log)}
+  <key>ProcessType</key>
+  ${text("Background")}
+${session}  <key>StartCalendarInterval</key>
+  <array>
+${entries.join("")}  </array>
+</dict>
+</plist>
+`;
+}
+
+/**
+ * A task for `schtasks /create /xml`. Repetition without Duration goes on for ever; the defaults for
+ * batteries, missed starts and 72 hours are not what a loop wants, so all are set.
+ */
+export function renderTaskXml(job: ScheduleJob): string {
+  const [command, ...words] = [
+    ...job.runner,
+    ...["--mode", "tick", "--loop", job.loop, "--project", job.project],
+  ];
+  const limit = job.timeoutS === null ? "PT0S" : `PT${job.timeoutS}S`;
+  return `<?xml version="1.0" encoding="UTF-16"?>
+<Task version="1.2" xmlns="http://schemas.microsoft.com/windows/2004/02/mit/task">
+  <RegistrationInfo>
+    <Description>One tick of Automaton loop ${escapeXml(job.loop)}</Description>
+  </RegistrationInfo>
+  <Triggers>
+    <TimeTrigger>
+      <Repetition>
+        <Interval>PT${job.plan.periodMin}M</Interval>
+        <StopAtDurationEnd>false</StopAtDurationEnd>
+      </Repetition>
+      <StartBoundary>2020-01-01T00:00:00</StartBoundary>
+      <Enabled>true</Enabled>
+    </TimeTrigger>
+  </Triggers>
+  <Principals>
+    <Principal id="Author">
+      <LogonType>InteractiveToken</LogonType>
+      <RunLevel>LeastPrivilege</RunLevel>
+    </Principal>
+  </Principals>
+  <Settings>
+    <MultipleInstancesPolicy>IgnoreNew</MultipleInstancesPolicy>
+    <DisallowStartIfOnBatteries>false</DisallowStartIfOnBatteries>
+    <StopIfGoingOnBatteries>false</StopIfGoingOnBatteries>
+    <AllowHardTerminate>true</AllowHardTerminate>
+    <StartWhenAvailable>true</StartWhenAvailable>
+    <RunOnlyIfNetworkAvailable>false</RunOnlyIfNetworkAvailable>
+    <AllowStartOnDemand>true</AllowStartOnDemand>
+    <Enabled>true</Enabled>
+    <Hidden>false</Hidden>
+    <RunOnlyIfIdle>false</RunOnlyIfIdle>
+    <WakeToRun>false</WakeToRun>
+    <ExecutionTimeLimit>${limit}</ExecutionTimeLimit>
+    <Priority>7</Priority>
+  </Settings>
+  <Actions Context="Author">
+    <Exec>
+      <Command>${escapeXml(command!)}</Command>
+      <Arguments>${escapeXml(words.map(quoteWindowsArgument).join(" "))}</Arguments>
+      <WorkingDirectory>${escapeXml(job.project)}</WorkingDirectory>
+    </Exec>
+  </Actions>
+</Task>
+`.replaceAll("\n", "\r\n");
+}
+
+/** Encodes a text as UTF-16LE with a byte order mark, without which schtasks reads no XML. */
+export function encodeUtf16(text: string): Uint8Array {
+  const bytes = new Uint8Array(2 + 2 * text.length);
+  const view = new DataView(bytes.buffer);
+  view.setUint16(0, 0xfeff, true);
+  for (let index = 0; index < text.length; index++) {
+    view.setUint16(2 + 2 * index, text.charCodeAt(index), true);
+  }
+  return bytes;
+}
+
+/** The tick's variables on another machine, which has folders of its own. */
+function listForeignVariables({ environment }: ScheduleJob): [string, string][] {
+  return Object.entries(environment).filter(([name]) => name !== "AUTOMATON_HOME");
+}
+
+/** Kubernetes takes 52 characters for a CronJob, the last of them no dash. */
+function nameCronJob(loop: string): string {
+  return `automaton-loop-${loop}`.slice(0, 52).replace(/-+$/, "");
+}
+
+/**
+ * A Kubernetes CronJob that ticks a loop (batch/v1). State, worktree and commits live in the volume, which
+ * holds the project with its `.automaton`; the image holds Automaton, git and the agent.
+ */
+export function renderCronJob(job: ScheduleJob): string {
+  const { loop, plan, timeoutS } = job;
+  const name = nameCronJob(loop);
+  const variables = listForeignVariables(job).map(([key, value]) =>
+    `                - name: ${key}\n                  value: ${quoteYaml(value)}\n`
+  );
+  return `# One tick of Automaton loop ${loop}, ${describeInterval(plan.intervalS)}.
+# State lives in the volume: the claim ${name} holds the project, its .automaton and all worktrees.
+# The image is yours to name: it holds Automaton's programs, git and the agent. Times are the cluster's, mostly UTC.
+apiVersion: batch/v1
+kind: CronJob
+metadata:
+  name: ${quoteYaml(name)}
+spec:
+  schedule: ${quoteYaml(renderCronTimes(plan.periodMin)[0]!)}
+  concurrencyPolicy: Forbid
+  successfulJobsHistoryLimit: 1
+  failedJobsHistoryLimit: 3
+  jobTemplate:
+    spec:
+      backoffLimit: 0
+      activeDeadlineSeconds: ${timeoutS ?? 7 * 86_400}
+      template:
+        spec:
+          restartPolicy: Never
+          automountServiceAccountToken: false
+          securityContext:
+            runAsNonRoot: true
+            runAsUser: 1000
+            runAsGroup: 1000
+            fsGroup: 1000
+            seccompProfile:
+              type: RuntimeDefault
+          containers:
+            - name: tick
+              image: "automaton:latest"
+              command: ["loop-runner"]
+              args: ["--mode", "tick", "--loop", ${quoteYaml(loop)}, "--project", "/project"]
+              workingDir: "/project"
+              env:
+                - name: HOME
+                  value: "/tmp"
+${variables.join("")}              securityContext:
+                allowPrivilegeEscalation: false
+                capabilities:
+                  drop: ["ALL"]
+              volumeMounts:
+                - name: project
+                  mountPath: "/project"
+          volumes:
+            - name: project
+              persistentVolumeClaim:
+                claimName: ${quoteYaml(name)}
+`;
+}
+
+/**
+ * A GitHub workflow that ticks a loop. State lives in the branch `automaton-state-<loop>`, which holds
+ * `.automaton`; the loop's commits are in `loop/<loop>`. Both are pushed after each tick.
+ */
+export function renderWorkflow(job: ScheduleJob): string {
+  const { loop, plan, timeoutS } = job;
+  const times = renderCronTimes(plan.periodMin).map((time) => `    - cron: ${quoteYaml(time)}\n`);
+  const variables = listForeignVariables(job).map(([name, value]) =>
+    `          ${name}: ${quoteYaml(value)}\n`
+  );
+  const minutes = Math.min(360, Math.ceil((timeoutS ?? Infinity) / 60));
+  const branch = `automaton-state-${loop}`;
+  return `# .github/workflows/automaton-loop-${loop}.yml: one tick ${
+    describeInterval(plan.intervalS)
+  }.
+# State lives in the branch ${branch}, which holds what is in .automaton here: push it once before the
+# first run. Commits of the loop are in loop/${loop}. Times are UTC, and GitHub may start late.
+# The repository variable AUTOMATON_REPOSITORY is the address that Automaton is cloned from.
+name: ${quoteYaml(`Automaton loop ${loop}`)}
+on:
+  schedule:
+${times.join("")}  workflow_dispatch:
+permissions:
+  contents: write
+concurrency:
+  group: ${quoteYaml(`automaton-loop-${loop}`)}
+  cancel-in-progress: false
+jobs:
+  tick:
+    runs-on: ubuntu-latest
+    timeout-minutes: ${minutes}
+    steps:
+      - uses: actions/checkout@11bd71901bbe5b1630ceea73d27597364c9af683 # v4.2.2
+        with:
+          fetch-depth: 0
+      - uses: actions/checkout@11bd71901bbe5b1630ceea73d27597364c9af683 # v4.2.2
+        with:
+          ref: ${branch}
+          path: .automaton
+      - name: Bring back the loop's branch
+        run: |
+          git config --global user.name automaton
+          git config --global user.email automaton@users.noreply.github.com
+          echo .automaton/ >>.git/info/exclude
+          git branch loop/${loop} origin/loop/${loop} || true
+      - name: Install Automaton
+        env:
+          AUTOMATON_REPOSITORY: \${{ vars.AUTOMATON_REPOSITORY }}
+        run: |
+          git clone --quiet --depth 1 "$AUTOMATON_REPOSITORY" "$RUNNER_TEMP/automaton"
+          "$RUNNER_TEMP/automaton/install.sh" --no-loop --no-schedule
+      # Install the agent of the loop here and give the next step its key as a secret.
+      - name: Tick
+${variables.length === 0 ? "" : `        env:\n${variables.join("")}`}\
+        run: |
+          "$RUNNER_TEMP/automaton/bin/loop-runner" --mode tick --loop ${loop} --project "$PWD"
+      - name: Keep state and branch
+        if: always()
+        run: |
+          git -C .automaton add --all -- ':!loops/*/worktree'
+          git -C .automaton commit --quiet -m "Tick of loop ${loop}" || true
+          git -C .automaton push --quiet origin HEAD:${branch}
+          git push --quiet origin loop/${loop} || true
+`;
+}
+
+/** Each byte as one character: text operations on a file whose encoding nobody knows lose nothing. */
+export function bytesToText(bytes: Uint8Array): string {
+  let text = "";
+  for (let start = 0; start < bytes.length; start += 8192) {
+    text += String.fromCharCode(...bytes.subarray(start, start + 8192));
+  }
+  return text;
+}
+
+/** The bytes of a text made by `bytesToText`. */
+export function textToBytes(text: string): Uint8Array {
+  return Uint8Array.from(text, (character) => character.charCodeAt(0));
+}
+
+const encodeLine = (line: string): string => bytesToText(new TextEncoder().encode(line));
+
+/** By what a loop knows its own lines in a crontab. */
+export interface CronOwner {
+  readonly unit: string;
+  readonly script: string;
+}
+
+/** True for a line, commented or not, that was written for this loop of this project. */
+export function isOwnCronLine(line: string, { unit, script }: CronOwner): boolean {
+  return line.endsWith(encodeLine(cronMarker(unit))) &&
+    line.includes(encodeLine(` ${quoteCronWord(script)} >>`));
+}
+
+/**
+ * Puts a loop's lines into a crontab: in the place of its old ones, else at the end. Every other byte
+ * stays, but for a newline after a last line that has none.
+ *
+ * @param table The crontab, a character a byte.
+ * @returns The new table, and the last line where it got its newline here.
+ */
+export function installCronLines(
+  table: string,
+  owner: CronOwner,
+  lines: readonly string[],
+): { table: string; newlineAddedAfter: string | null } {
+  const rows = table.split("\n");
+  const last = rows.pop()!;
+  if (last !== "") rows.push(last);
+  const at = rows.findIndex((row) => isOwnCronLine(row, owner));
+  const others = rows.filter((row) => !isOwnCronLine(row, owner));
+  others.splice(at < 0 ? others.length : at, 0, ...lines.map(encodeLine));
+  const isLastOurs = last === "" || isOwnCronLine(last, owner);
+  return {
+    table: others.map((row) => `${row}\n`).join(""),
+    newlineAddedAfter: isLastOurs ? null : last,
+  };
+}
+
+/**
+ * Takes a loop's lines out of a crontab, and the newline that came with them.
+ *
+ * @param newlineAddedAfter The line that had none; nothing is taken when it is not the last any more.
+ */
+export function removeCronLines(
+  table: string,
+  owner: CronOwner,
+  newlineAddedAfter: string | undefined,
+): string {
+  const rows = table.split("\n").filter((row) => !isOwnCronLine(row, owner));
+  if (newlineAddedAfter !== undefined && rows.at(-1) === "" && rows.at(-2) === newlineAddedAfter) {
+    rows.pop();
+  }
+  return rows.join("\n");
+}
+
+/** Comments a loop's lines out, or takes those `#` away again. */
+export function switchCronLines(table: string, owner: CronOwner, to: "on" | "off"): string {
+  return table.split("\n").map((row) => {
+    if (!isOwnCronLine(row, owner) || row.startsWith("#") === (to === "off")) return row;
+    return to === "off" ? `#${row}` : row.slice(1);
+  }).join("\n");
+}
+
+/** Why a scheduler's command did not do what it was asked, in its own words. */
+function explainOutcome(argv: readonly string[], { code, stderr }: CommandOutcome): string {
+  if (code === null && /not found|no such file/i.test(stderr)) return `${argv[0]} is not installed`;
+  const words = stderr.split("\n").find((line) => line.trim() !== "")?.trim();
+  if (code === null) return words ?? `${argv[0]} did not run`;
+  return `${argv.slice(0, 2).join(" ")} ended with exit code ${code}${words ? `: ${words}` : ""}`;
+}
+
+async function runScheduler(host: SchedulerHost, argv: readonly string[]): Promise<void> {
+  const outcome = await host.run(argv);
+  if (outcome.code === 0) return;
+  throw new RefusedError(
+    `Cannot change the schedule: ${explainOutcome(argv, outcome)}`,
+    "status --doctor tells what the scheduler lacks",
+  );
+}
+
+/** Reads the person's crontab. Only cron's own word that there is none counts as an empty one. */
+async function readCrontab(host: SchedulerHost): Promise<string> {
+  const argv = ["crontab", "-l"];
+  const outcome = await host.run(argv);
+  if (outcome.code === 0) return bytesToText(outcome.stdout);
+  const isAbsent = outcome.code !== null &&
+    /no crontab for |can't open .*No such file/.test(outcome.stderr);
+  if (isAbsent) return "";
+  throw new RefusedError(
+    `Cannot read the crontab: ${explainOutcome(argv, outcome)}`,
+    "crontab -l must work for you; else use --scheduler systemd or loop-runner --mode daemon",
+  );
+}
+
+/** Holds other loops of the same person off while the crontab is read, changed and written. */
+async function withCrontabLock<T>(host: SchedulerHost, work: () => Promise<T>): Promise<T> {
+  let folder: Deno.FsFile | null = null;
+  try {
+    folder = Deno.openSync(host.home, { read: true });
+    const deadline = Date.now() + SCHEDULER_TIMEOUT_MS;
+    let isLocked = await tryLock(folder, SCHEDULER_TIMEOUT_MS);
+    while (isLocked === false && Date.now() < deadline) {
+      await host.sleep(50);
+      isLocked = await tryLock(folder, SCHEDULER_TIMEOUT_MS);
+    }
+    // Where the wait is given up, the late lock closes the file itself.
+    if (isLocked === null) folder = null;
+  } catch {
+    // A home folder that cannot be locked (network, missing): the table is read back anyway.
+  }
+  try {
+    return await work();
+  } finally {
+    folder?.close();
+  }
+}
+
+function writePrivate(path: string, text: string): void {
+  removeIfPresent(path);
+  Deno.writeFileSync(path, textToBytes(text), { createNew: true, mode: 0o600 });
+}
+
+/** Changes the person's crontab and reads it back; what is not there as it was written is undone. */
+async function changeCrontab(
+  host: SchedulerHost,
+  change: (table: string) => string,
+): Promise<void> {
+  await withCrontabLock(host, async () => {
+    const before = await readCrontab(host);
+    const after = change(before);
+    if (after === before) return;
+    const [backup, file] = [".crontab.backup", ".crontab.new"].map((name) =>
+      join(host.scratchDir, name)
+    ) as [string, string];
+    writePrivate(backup, before);
+    writePrivate(file, after);
+    try {
+      await replaceCrontab(host, { before, after, backup, file });
+    } finally {
+      removeIfPresent(file);
+    }
+    removeIfPresent(backup);
+  });
+}
+
+async function replaceCrontab(
+  host: SchedulerHost,
+  { before, after, backup, file }: { before: string; after: string; backup: string; file: string },
+): Promise<void> {
+  const argv = ["crontab", file];
+  const outcome = await host.run(argv);
+  const found = await readCrontab(host);
+  if (found === after) return;
+  const refusal = outcome.code === 0
+    ? "it reads back differently from what was written"
+    : explainOutcome(argv, outcome);
+  if (found !== before) await host.run(["crontab", backup]);
+  if (found === before || await readCrontab(host) === before) {
+    removeIfPresent(backup);
+    throw new RefusedError(
+      `Cannot change the crontab: ${refusal}; it is as it was`,
+      "try --scheduler systemd, or loop-runner --mode daemon",
+    );
+  }
+  throw new RefusedError(
+    `Cannot change the crontab: ${refusal}, and it could not be put back`,
+    `look at it with crontab -l; it was as in ${backup}`,
+  );
+}
+
+const CRON_DRIVER: SchedulerDriver = {
+  nameUnit: (loop) => loop,
+  render: (job) => [{
+    path: "crontab",
+    content: renderCronLines(job).map((line) => `${line}\n`).join(""),
+  }],
+  isTaken: () => Promise.resolve(false), // Lines are told apart by their script.
+  install: async (job, host) => {
+    const lines = renderCronLines(job);
+    let added: string | null = null;
+    await changeCrontab(host, (table) => {
+      const installed = installCronLines(table, job, lines);
+      added = installed.newlineAddedAfter;
+      return installed.table;
+    });
+    return added === null ? {} : { newline_added_after: added };
+  },
+  pause: (record, host) => changeCrontab(host, (table) => switchCronLines(table, record, "off")),
+  resume: (record, host) => changeCrontab(host, (table) => switchCronLines(table, record, "on")),
+  remove: (record, host) =>
+    changeCrontab(host, (table) => removeCronLines(table, record, record.newline_added_after)),
+  inspect: async (record, host) => {
+    let table: string;
+    try {
+      table = await readCrontab(host);
+    } catch {
+      return "unknown"; // A crontab that cannot be read says nothing about what is in it.
+    }
+    const own = table.split("\n").filter((row) => isOwnCronLine(row, record));
+    if (own.length === 0) return "gone";
+    return own.some((row) => !row.startsWith("#")) ? "active" : "paused";
+  },
+};
+
+const systemctl = (...words: string[]): string[] => ["systemctl", "--user", ...words];
+
+/** True where a file is there and does not hold a text. */
+function holdsOther(path: string, text: string): boolean {
+  const found = readTextIfPresent(path);
+  return found !== null && !found.includes(text);
+}
+
+function writeUnits(files: readonly UnitFile[]): void {
+  for (const { path, content } of files) {
+    ensureDirSync(dirname(path));
+    writeFileAtomic(path, content);
+  }
+}
+
+const SYSTEMD_DRIVER: SchedulerDriver = {
+  nameUnit: (loop) => `automaton-loop-${loop}`,
+  render: (job, host) => {
+    const { timer, service } = renderSystemdUnits(job);
+    return [
+      { path: join(host.unitDir, `${job.unit}.timer`), content: timer },
+      { path: join(host.unitDir, `${job.unit}.service`), content: service },
+    ];
+  },
+  isTaken: (job, host) => {
+    const service = join(host.unitDir, `${job.unit}.service`);
+    return Promise.resolve(holdsOther(service, `ExecStart=${quoteSystemdPath(job.script)}\n`));
+  },
+  install: async (job, host) => {
+    writeUnits(SYSTEMD_DRIVER.render(job, host));
+    await runScheduler(host, systemctl("daemon-reload"));
+    await runScheduler(host, systemctl("enable", `${job.unit}.timer`));
+    // A changed timer takes its new times only when it is started anew.
+    await runScheduler(host, systemctl("restart", `${job.unit}.timer`));
+    await runScheduler(host, systemctl("is-active", "--quiet", `${job.unit}.timer`));
+    return {};
+  },
+  pause: ({ unit }, host) => runScheduler(host, systemctl("disable", "--now", `${unit}.timer`)),
+  resume: ({ unit }, host) => runScheduler(host, systemctl("enable", "--now", `${unit}.timer`)),
+  remove: async ({ unit, files }, host) => {
+    if (files.some((path) => existsSync(path))) {
+      await runScheduler(host, systemctl("disable", "--now", `${unit}.timer`));
+    }
+    files.forEach(removeIfPresent);
+    await runScheduler(host, systemctl("daemon-reload"));
+    // Fails where the last tick did not: there is nothing to forget then.
+    await host.run(systemctl("reset-failed", `${unit}.service`));
+  },
+  inspect: async ({ unit, files }, host) => {
+    if (!files.every((path) => existsSync(path))) return "gone";
+    const { code } = await host.run(systemctl("is-active", "--quiet", `${unit}.timer`));
+    // 3: there and not running; 4: no such unit; anything else: no answer (systemctl, 252).
+    return code === 0 ? "active" : code === 3 ? "paused" : code === 4 ? "gone" : "unknown";
+  },
+};
+
+/** The session that agents of this person belong to: the graphical one, else the background's. */
+async function findLaunchdDomain(host: SchedulerHost): Promise<string> {
+  const gui = `gui/${host.uid}`;
+  const { code } = await host.run(["launchctl", "print", gui]);
+  return code === 0 ? gui : `user/${host.uid}`;
+}
+
+/** Asks again until an answer is right, for as long as any command of a scheduler may take. */
+async function pollScheduler(
+  host: SchedulerHost,
+  argv: readonly string[],
+  isRight: (code: number | null) => boolean,
+): Promise<CommandOutcome> {
+  for (let left = SCHEDULER_TIMEOUT_MS / POLL_MS;; left--) {
+    const outcome = await host.run(argv);
+    if (isRight(outcome.code) || outcome.code === null || left <= 1) return outcome;
+    await host.sleep(POLL_MS);
+  }
+}
+
+/** Loads an agent. Unloading the one before is asynchronous and refuses a new one for some seconds. */
+async function loadLaunchAgent(
+  host: SchedulerHost,
+  { domain, label, plist }: { domain: string; label: string; plist: string },
+): Promise<void> {
+  const service = `${domain}/${label}`;
+  await host.run(["launchctl", "bootout", service]); // Fails where none is loaded, which is the aim.
+  const print = ["launchctl", "print", service];
+  await pollScheduler(host, print, (code) => code === LAUNCHD_NOT_LOADED);
+  // A label that was once disabled stays so, whatever the plist says.
+  await host.run(["launchctl", "enable", service]);
+  const bootstrap = ["launchctl", "bootstrap", domain, plist];
+  const outcome = await pollScheduler(
+    host,
+    bootstrap,
+    (code) => !LAUNCHD_BUSY.includes(code ?? 0),
+  );
+  const { code } = await host.run(print);
+  if (code === 0) return;
+  throw new RefusedError(
+    `Cannot load "${plist}": ${explainOutcome(bootstrap, outcome)}`,
+    `launchctl print-disabled ${domain}`,
+  );
+}
+
+const disabledPath = (plist: string): string => `${plist}.disabled`;
+
+const LAUNCHD_DRIVER: SchedulerDriver = {
+  nameUnit: (loop) => `com.automaton.loop.${loop}`,
+  render: (job, host, domain = `gui/${host.uid}`) => [{
+    path: join(host.home, "Library", "LaunchAgents", `${job.unit}.plist`),
+    content: renderLaunchAgent(job, domain),
+  }],
+  isTaken: (job, host) => {
+    const [file] = LAUNCHD_DRIVER.render(job, host);
+    const own = `<string>${escapeXml(job.script)}</string>`;
+    return Promise.resolve(
+      holdsOther(file!.path, own) || holdsOther(disabledPath(file!.path), own),
+    );
+  },
+  install: async (job, host) => {
+    const domain = await findLaunchdDomain(host);
+    const [file] = LAUNCHD_DRIVER.render(job, host, domain);
+    writeUnits([file!]);
+    removeIfPresent(disabledPath(file!.path));
+    await loadLaunchAgent(host, { domain, label: job.unit, plist: file!.path });
+    return { domain };
+  },
+  pause: async ({ unit, files, domain }, host, mayEndTick) => {
+    // bootout ends a running tick: then the disabled agent stays loaded, and its ticks are skipped.
+    if (mayEndTick) await host.run(["launchctl", "bootout", `${domain}/${unit}`]);
+    const outcome = await host.run(["launchctl", "disable", `${domain}/${unit}`]);
+    for (const plist of files) {
+      if (existsSync(plist)) Deno.renameSync(plist, disabledPath(plist));
+    }
+    if (outcome.code === 0) return;
+    throw new RefusedError(
+      `Cannot disable "${unit}": ${explainOutcome(["launchctl", "disable"], outcome)}`,
+      `launchctl print ${domain}/${unit}`,
+    );
+  },
+  resume: async ({ unit, files }, host) => {
+    const [plist] = files;
+    if (existsSync(disabledPath(plist!))) Deno.renameSync(disabledPath(plist!), plist!);
+    const domain = await findLaunchdDomain(host);
+    await loadLaunchAgent(host, { domain, label: unit, plist: plist! });
+  },
+  remove: async ({ unit, files, domain }, host) => {
+    const print = ["launchctl", "print", `${domain}/${unit}`];
+    await host.run(["launchctl", "bootout", `${domain}/${unit}`]); // Fails where none is loaded.
+    const outcome = await pollScheduler(host, print, (code) => code === LAUNCHD_NOT_LOADED);
+    if (outcome.code === 0 || outcome.code === null) {
+      const why = outcome.code === 0 ? "it is still loaded" : explainOutcome(print, outcome);
+      throw new RefusedError(
+        `Cannot unload "${unit}": ${why}`,
+        `launchctl bootout ${domain}/${unit}`,
+      );
+    }
+    for (const plist of files) [plist, disabledPath(plist)].forEach(removeIfPresent);
+    // Forgets a pause, or the label would stay disabled for whoever uses it next.
+    await host.run(["launchctl", "enable", `${domain}/${unit}`]);
+  },
+  inspect: async ({ unit, files, domain }, host) => {
+    const [plist] = files;
+    if (!existsSync(plist!)) return existsSync(disabledPath(plist!)) ? "paused" : "gone";
+    const { code } = await host.run(["launchctl", "print", `${domain}/${unit}`]);
+    return code === 0 ? "active" : code === LAUNCHD_NOT_LOADED ? "paused" : "unknown";
+  },
+};
+
+const schtasks = (verb: string, unit: string, ...words: string[]): string[] => [
+  "schtasks",
+  `/${verb}`,
+  "/tn",
+  unit,
+  ...words,
+];
+
+/** The words of a task's XML, in whichever encoding the console has. */
+function readTaskText(stdout: Uint8Array): string {
+  const isWide = stdout[0] === 0xff || stdout[1] === 0;
+  return new TextDecoder(isWide ? "utf-16le" : "utf-8").decode(stdout);
+}
+
+const SCHTASKS_DRIVER: SchedulerDriver = {
+  nameUnit: (loop) => `AutomatonLoop_${loop}`,
+  render: (job) => [{ path: `${job.unit}.xml`, content: renderTaskXml(job) }],
+  isTaken: async (job, host) => {
+    const { code, stdout } = await host.run(schtasks("query", job.unit, "/xml"));
+    const own = `<WorkingDirectory>${escapeXml(job.project)}</WorkingDirectory>`;
+    return code === 0 && !readTaskText(stdout).includes(own);
+  },
+  install: async (job, host) => {
+    const file = join(host.scratchDir, ".task.xml");
+    Deno.writeFileSync(file, encodeUtf16(renderTaskXml(job)));
+    try {
+      await runScheduler(host, schtasks("create", job.unit, "/xml", file, "/f"));
+    } finally {
+      removeIfPresent(file);
+    }
+    await runScheduler(host, schtasks("query", job.unit));
+    return {};
+  },
+  pause: ({ unit }, host) => runScheduler(host, schtasks("change", unit, "/disable")),
+  resume: ({ unit }, host) => runScheduler(host, schtasks("change", unit, "/enable")),
+  remove: async (record, host) => {
+    if (await SCHTASKS_DRIVER.inspect(record, host) === "gone") return;
+    await runScheduler(host, schtasks("delete", record.unit, "/f"));
+  },
+  inspect: async ({ unit }, host) => {
+    const { code, stdout } = await host.run(schtasks("query", unit, "/xml"));
+    if (code === null) return "unknown";
+    if (code !== 0) return "gone";
+    const settings = /<Settings>[^]*<\/Settings>/.exec(readTaskText(stdout))?.[0] ?? "";
+    return settings.includes("<Enabled>false</Enabled>") ? "paused" : "active";
+  },
+};
+
+const DRIVERS: Readonly<Record<Scheduler, SchedulerDriver>> = {
+  cron: CRON_DRIVER,
+  systemd: SYSTEMD_DRIVER,
+  launchd: LAUNCHD_DRIVER,
+  schtasks: SCHTASKS_DRIVER,
+};
+
+/** The system that units are for: this one, or the one that a test names. */
+function readPlatform(): string {
+  return readEnv("AUTOMATON_PLATFORM") ?? Deno.build.os;
+}
+
+/** This machine, with every command bounded and its words in English. */
+function makeHost(scratchDir: string): SchedulerHost {
+  const home = readEnv("HOME") ?? readEnv("USERPROFILE") ?? Deno.cwd();
+  return {
+    run: (argv) => runCommand(argv, { env: { LC_ALL: "C" }, timeoutMs: SCHEDULER_TIMEOUT_MS }),
+    sleep,
+    home,
+    uid: Deno.uid(),
+    unitDir: join(home, ".config", "systemd", "user"),
+    scratchDir,
+  };
+}
+
+/** What the systemd of this person's session answers, or why there is none. */
+async function askSystemd(
+  host: SchedulerHost,
+): Promise<{ host: SchedulerHost; problem: string | null }> {
+  const argv = systemctl("show-environment");
+  const outcome = await host.run(argv);
+  if (outcome.code !== 0) return { host, problem: explainOutcome(argv, outcome) };
+  const text = new TextDecoder().decode(outcome.stdout);
+  const config = /^XDG_CONFIG_HOME=(\/.*)$/m.exec(text)?.[1];
+  const unitDir = config === undefined ? host.unitDir : join(config, "systemd", "user");
+  return { host: { ...host, unitDir }, problem: null };
+}
+
+/** The scheduler that this system has, with the host as that scheduler sees it. */
+async function chooseScheduler(
+  host: SchedulerHost,
+): Promise<{ scheduler: Scheduler; host: SchedulerHost }> {
+  const platform = readPlatform();
+  if (platform === "darwin") return { scheduler: "launchd", host };
+  if (platform === "windows") return { scheduler: "schtasks", host };
+  const systemd = platform === "linux" ? await askSystemd(host) : { host, problem: "not Linux" };
+  if (systemd.problem === null) return { scheduler: "systemd", host: systemd.host };
+  try {
+    await readCrontab(host);
+  } catch (error) {
+    throw new RefusedError(
+      `Cannot find a scheduler: no systemd session (${systemd.problem}) and no crontab (${
+        (error as Error).message.replace(/^Cannot read the crontab: /, "")
+      })`,
+      "install cron (Debian: apt-get install cron), or use loop-runner --mode daemon",
+    );
+  }
+  return { scheduler: "cron", host };
+}
+
+const schedulePath = (dir: string): string => join(dir, "schedule.json");
+
+// deno-fmt-ignore -- a table: one row a line.
+const SCHEDULE_RULES: readonly FieldRule[] = [
+  ["scheduler", `one of ${SCHEDULERS.join(", ")}`, isOneOf(SCHEDULERS), "required"],
+  ["interval_seconds", "a whole number", isCount, "required"],
+  ["exact", "true or false", (v) => typeof v === "boolean", "required"],
+  ["period_seconds", "a whole number", isCount, "required"],
+  ["unit", "a text", isText, "required"],
+  ["files", "a list of paths", isListOf(isText), "required"],
+  ["script", "a path", isText, "required"],
+  ["runner", "a list of texts", isArgv, "required"],
+  ["log", "a path", isText, "required"],
+  ["path", "a text", isText, "required"],
+  ["context_tokens", "a text or null", isTextOrNull, "required"],
+  ["agent", "a path or null", isTextOrNull, "required"],
+  ["installed_at", "a time", isTimeOrNull, "required"],
+  ["paused", "true or false", (v) => typeof v === "boolean", "required"],
+  ["domain", "a text", isText],
+  ["newline_added_after", "a text", isText],
+];
+
+/** What was installed for a loop; null where nothing was. */
+function readSchedule(dir: string): ScheduleRecord | null {
+  const path = schedulePath(dir);
+  const text = readTextIfPresent(path);
+  if (text === null) return null;
+  const parsed = parseJsonText(text, path);
+  checkSchemaVersion(parsed, path);
+  checkFields(parsed, SCHEDULE_RULES, path);
+  const record = parsed as unknown as ScheduleRecord;
+  return isCopiedRecord(record, dir) ? null : record;
+}
+
+/** True for a record that came along when a project was copied: it is still another loop's. */
+function isCopiedRecord({ log }: ScheduleRecord, dir: string): boolean {
+  const origin = dirname(log);
+  if (origin === dir || !existsSync(schedulePath(origin))) return false;
+  return Deno.realPathSync(origin) !== Deno.realPathSync(dir);
+}
+
+/** The same for lists and reports, which a damaged record must not end. */
+function viewSchedule(dir: string): ScheduleRecord | null {
+  try {
+    return readSchedule(dir);
+  } catch (error) {
+    console.error(`warning: ${(error as Error).message}`);
+    return null;
+  }
+}
+
+function saveSchedule(dir: string, record: ScheduleRecord): void {
+  writeFileAtomic(schedulePath(dir), `${JSON.stringify(record, null, 2)}\n`);
+}
+
+/** The folder of the installed programs. */
+function programDir(framework: string): string {
+  return Deno.build.standalone
+    ? dirname(Deno.realPathSync(Deno.execPath()))
+    : join(framework, "bin");
+}
+
+/** Words that start a sibling: compiled beside this program, installed in bin/, else its source. */
+function findProgram(framework: string, name: "loop-runner" | "status" | "vram-detect"): string[] {
+  const ending = Deno.build.os === "windows" ? ".exe" : "";
+  const installed = join(programDir(framework), name + ending);
+  if (Deno.build.standalone || existsSync(installed)) return [installed];
+  const script = join(framework, "scripts", `${name}.ts`);
+  return [Deno.execPath(), "run", "-q", "--no-prompt", `-P=${name}`, script];
+}
+
+/** PATH as a unit can have it: folders named in full, each once. */
+export function cleanPath(path: string): string {
+  if (Deno.build.os === "windows") return path;
+  const folders = path.split(":").filter((folder) =>
+    // deno-lint-ignore no-control-regex -- a folder that no unit file can name is left out.
+    folder.startsWith("/") && !/[\u0000-\u001f\u007f]/.test(folder) && folder.isWellFormed()
+  );
+  return [...new Set(folders)].join(":");
+}
+
+function isExecutable(path: string): boolean {
+  try {
+    const { isFile, mode } = Deno.statSync(path);
+    return isFile && (mode === null || (mode & 0o111) !== 0);
+  } catch {
+    return false; // Missing or out of reach: it cannot be run.
+  }
+}
+
+/**
+ * Finds an agent's executable.
+ *
+ * @param command Its name, a path, or a path with the tokens that loop.json allows.
+ * @param path Folders to look in.
+ * @returns Its full path, or null where there is none that can be run.
+ */
+export function findExecutable(
+  command: string,
+  { path, tokens }: { path: string; tokens: Readonly<Record<string, string>> },
+): string | null {
+  const word = command.replace(/\{(\w+)\}/g, (token, name: string) => tokens[name] ?? token);
+  const isWindows = Deno.build.os === "windows";
+  const endings = isWindows ? ["", ".exe", ".cmd", ".bat"] : [""];
+  const isPath = word.includes("/") || (isWindows && word.includes("\\"));
+  const folders = isPath ? [tokens.cwd ?? "/"] : path.split(isWindows ? ";" : ":");
+  for (const folder of folders) {
+    for (const ending of endings) {
+      const candidate = resolve(folder, word + ending);
+      if (isExecutable(candidate)) return candidate;
+    }
+  }
+  return null;
+}
+
+/** The programs that a loop's roles start, each once. */
+function listAgents(config: LoopConfig): string[] {
+  const shared = config.harness?.command?.[0] ?? "opencode";
+  const { implement, verify, orchestrate } = config.roles ?? {};
+  const roles = [implement, verify, ...(orchestrate ? [orchestrate] : [])];
+  return [...new Set(roles.map((role) => role?.command?.[0] ?? shared))];
+}
+
+/** Each agent of a loop with its executable on a PATH, or null where it has none there. */
+function resolveAgents(
+  { framework, project }: Pick<Invocation, "framework" | "project">,
+  { dir, config, path }: { dir: string; config: LoopConfig; path: string },
+): Map<string, string | null> {
+  const tokens = { framework, cwd: project, loop_dir: dir };
+  const searched = config.harness?.env?.PATH ?? path;
+  return new Map(
+    listAgents(config).map((agent) => [agent, findExecutable(agent, { path: searched, tokens })]),
+  );
+}
+
+/** Seconds that a tick may take before its scheduler ends it: well above what its harnesses may. */
+function limitTick(config: LoopConfig): number | null {
+  const timeoutS = config.harness?.timeout_seconds ?? 3600;
+  return timeoutS === 0 ? null : Math.max(86_400, Math.ceil(4 * timeoutS));
+}
+
+/** Reads the interval that is asked for: the flag, else loop.json's; under a minute is refused. */
+function readScheduleInterval(invocation: Invocation, config: LoopConfig, loop: string): number {
+  const flag = readWholeNumber(invocation.given, "interval", { min: 1, max: MAX_INTERVAL_S });
+  const intervalS = flag ?? config.schedule?.interval_seconds ?? LOOP_DEFAULTS.intervalSeconds;
+  if (intervalS >= MIN_INTERVAL_S) return intervalS;
+  throw new RefusedError(
+    `Cannot schedule loop "${loop}" every ${intervalS} s: a scheduler takes ${MIN_INTERVAL_S} s or more`,
+    `loop-runner --mode daemon --loop ${loop} --interval ${intervalS}`,
+  );
+}
+
+/** Reads which scheduler is asked for: the flag, else loop.json's; null where any will do. */
+function readWantedScheduler(
+  invocation: Invocation,
+  config: LoopConfig,
+): Scheduler | PrintedScheduler | null {
+  const flag = optionalText(invocation, "scheduler");
+  const known = [...SCHEDULERS, ...PRINTED_SCHEDULERS];
+  const found = known.find((name) => name === (flag ?? config.schedule?.kind));
+  if (found !== undefined || flag === null) return found ?? null;
+  const nearest = findNearest(flag, known);
+  throw new UsageError(
+    `Cannot use flag "--scheduler": "${flag}" is none of ${known.join(", ")}${
+      nearest === null ? "" : ` (did you mean ${nearest}?)`
+    }`,
+  );
+}
+
+/** Puts together what is to be scheduled; the unit has its plain name. */
+function makeJob(
+  invocation: Invocation,
+  { loop, dir, config, plan }: {
+    loop: string;
+    dir: string;
+    config: LoopConfig;
+    plan: SchedulePlan;
+  },
+): ScheduleJob {
+  const { framework, project } = invocation;
+  const environment = dueEnvironment(plan);
+  // What a person's shell sets and no scheduler knows.
+  for (const name of ["AUTOMATON_CONTEXT_TOKENS", "AUTOMATON_HOME"]) {
+    const value = readEnv(name);
+    if (value !== undefined) environment[name] = checkUnitValue(name, value);
+  }
+  const runner = findProgram(framework, "loop-runner");
+  for (const path of [project, dir, ...runner]) checkUnitValue("path", path);
+  return {
+    loop,
+    project,
+    plan,
+    timeoutS: limitTick(config),
+    path: cleanPath(readEnv("PATH") ?? ""),
+    environment,
+    runner,
+    script: join(dir, "automaton-loop-tick.sh"),
+    log: join(dir, "schedule.log"),
+    unit: loop,
+  };
+}
+
+/** The first eight hexadecimal digits of a text's SHA-256. */
+async function shortHash(text: string): Promise<string> {
+  const digest = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(text));
+  return [...new Uint8Array(digest, 0, 4)].map((byte) => byte.toString(16).padStart(2, "0"))
+    .join("");
+}
+
+/** The unit that a loop has, or gets: its plain name unless another project's loop has taken it. */
+async function nameUnit(
+  job: ScheduleJob,
+  { scheduler, host, before }: {
+    scheduler: Scheduler;
+    host: SchedulerHost;
+    before: ScheduleRecord | null;
+  },
+): Promise<string> {
+  if (before?.scheduler === scheduler && before.script === job.script) return before.unit;
+  const driver = DRIVERS[scheduler];
+  const unit = driver.nameUnit(job.loop);
+  if (!(await driver.isTaken({ ...job, unit }, host))) return unit;
+  return `${unit}-${await shortHash(job.script)}`;
+}
+
+/** Warnings about a schedule that is in place and may yet not do what is expected. */
+async function listScheduleWarnings(
+  scheduler: Scheduler,
+  job: ScheduleJob,
+  host: SchedulerHost,
+): Promise<string[]> {
+  if (scheduler === "cron" && await isCronRunning(host) === false) {
+    return ["no cron process runs, so nothing will fire until one is started"];
+  }
+  if (scheduler === "systemd" && await isLingering(host) === false) {
+    return ["lingering is off: the timer stops at logout; loginctl enable-linger keeps it"];
+  }
+  if (scheduler === "schtasks" && job.runner.concat(job.project).some((w) => w.includes("%"))) {
+    return ["a path holds %, which the task scheduler may read as a variable"];
+  }
+  if (scheduler === "launchd") {
+    const guarded = ["Documents", "Desktop", "Downloads"].map((name) => join(host.home, name));
+    const found = guarded.find((folder) => pathBelow(folder, job.project) !== null);
+    if (found !== undefined) {
+      return [`macOS asks before a background job may read ${found}; move the project elsewhere`];
+    }
+  }
+  return [];
+}
+
+/** True where a cron daemon runs; null where that cannot be told. */
+async function isCronRunning(host: SchedulerHost): Promise<boolean | null> {
+  const argv = readPlatform() === "linux"
+    ? ["sh", "-c", "cat /proc/[0-9]*/comm 2>/dev/null; :"]
+    : ["ps", "-A", "-o", "comm="];
+  const { code, stdout } = await host.run(argv);
+  const names = new TextDecoder().decode(stdout).split("\n").map((line) => basename(line.trim()));
+  if (code !== 0 || names.length < 2) return null;
+  if (names.some((name) => ["cron", "crond", "fcron", "bcron-sched", "dcron"].includes(name))) {
+    return true;
+  }
+  // systemd-cron has no daemon: its generator makes timers of the tables.
+  return (await host.run(["systemctl", "is-active", "--quiet", "cron.target"])).code === 0;
+}
+
+/** True where a person's timers go on after logout; null where that cannot be told. */
+async function isLingering(host: SchedulerHost): Promise<boolean | null> {
+  const user = readEnv("USER") ?? readEnv("LOGNAME") ?? `${host.uid}`;
+  const { code, stdout } = await host.run([
+    "loginctl",
+    "show-user",
+    user,
+    "--property=Linger",
+    "--value",
+  ]);
+  const answer = new TextDecoder().decode(stdout).trim();
+  return code !== 0 || answer === "" ? null : answer === "yes";
+}
+
+async function runInstallSchedule(invocation: Invocation): Promise<Answer> {
+  const loop = readText(invocation, "install-schedule");
+  const dir = findLoopDir(invocation.project, loop);
+  const config = readLoopConfig(dir);
+  const wanted = readWantedScheduler(invocation, config);
+  const isDryRun = invocation.given.has("dry-run");
+  const printed = PRINTED_SCHEDULERS.find((name) => name === wanted);
+  if (printed !== undefined) {
+    if (isDryRun) return printForeignUnit(invocation, { loop, dir, config, scheduler: printed });
+    throw new UsageError(
+      `Cannot install a schedule in ${printed} from here: --dry-run prints what to give to it`,
+    );
+  }
+  const intervalS = readScheduleInterval(invocation, config, loop);
+  const before = readSchedule(dir);
+  const { scheduler, host } = await findScheduler(dir, wanted as Scheduler | null, before);
+  const plan = planSchedule(intervalS, scheduler);
+  const draft = makeJob(invocation, { loop, dir, config, plan });
+  const job = { ...draft, unit: await nameUnit(draft, { scheduler, host, before }) };
+  if (isDryRun) return printUnits(job, scheduler, host);
+  return await withLoopLock(invocation, loop, () => {
+    const agents = resolveAgents(invocation, { dir, config, path: job.path });
+    return installSchedule({ job, scheduler, host, dir, agents });
+  });
+}
+
+/** The scheduler that is asked for, else the one in use, else the one that this system has. */
+async function findScheduler(
+  dir: string,
+  wanted: Scheduler | null,
+  before: ScheduleRecord | null,
+): Promise<{ scheduler: Scheduler; host: SchedulerHost }> {
+  const host = makeHost(dir);
+  const named = wanted ?? before?.scheduler;
+  if (named === undefined) return await chooseScheduler(host);
+  if (named !== "systemd") return { scheduler: named, host };
+  return { scheduler: named, host: (await askSystemd(host)).host };
+}
+
+function printForeignUnit(
+  invocation: Invocation,
+  { loop, dir, config, scheduler }: {
+    loop: string;
+    dir: string;
+    config: LoopConfig;
+    scheduler: PrintedScheduler;
+  },
+): Answer {
+  const intervalS = readScheduleInterval(invocation, config, loop);
+  if (scheduler === "github-actions" && intervalS < MIN_WORKFLOW_INTERVAL_S) {
+    throw new RefusedError(
+      `Cannot schedule loop "${loop}" every ${intervalS} s: GitHub starts workflows every 300 s at most`,
+      `add --interval ${MIN_WORKFLOW_INTERVAL_S}`,
+    );
+  }
+  const plan = planSchedule(intervalS, scheduler);
+  const job = makeJob(invocation, { loop, dir, config, plan });
+  const content = scheduler === "kubernetes" ? renderCronJob(job) : renderWorkflow(job);
+  const path = scheduler === "kubernetes"
+    ? `${nameCronJob(loop)}.yaml`
+    : `.github/workflows/automaton-loop-${loop}.yml`;
+  return answerDryRun(job, scheduler, [{ path, content }]);
+}
+
+function printUnits(job: ScheduleJob, scheduler: Scheduler, host: SchedulerHost): Answer {
+  const files = DRIVERS[scheduler].render(job, host);
+  if (scheduler !== "schtasks") {
+    files.push({ path: job.script, content: renderTickScript(job) });
+  }
+  return answerDryRun(job, scheduler, files);
+}
+
+/** Shows files: one alone as it is, so that it can be piped on; several with their names. */
+function answerDryRun(
+  { loop, plan, unit }: ScheduleJob,
+  scheduler: Scheduler | PrintedScheduler,
+  files: readonly UnitFile[],
+): Answer {
+  const json = {
+    ok: true,
+    dry_run: true,
+    loop,
+    scheduler,
+    interval_seconds: plan.intervalS,
+    exact: plan.isExact,
+    period_seconds: plan.periodMin * 60,
+    unit,
+    files,
+  };
+  const texts = files.length === 1
+    ? [files[0]!.content]
+    : files.map(({ path, content }) => `# ${path}\n${content}`);
+  return { json, text: texts.join("\n").trimEnd() };
+}
+
+/** Writes the script, has the scheduler start it, and proves that it will. */
+async function installSchedule(
+  { job, scheduler, host, dir, agents }: {
+    job: ScheduleJob;
+    scheduler: Scheduler;
+    host: SchedulerHost;
+    dir: string;
+    agents: ReadonlyMap<string, string | null>;
+  },
+): Promise<Answer> {
+  const state = loadLoopState(dir);
+  let record = makeRecord(job, { scheduler, host, agents });
+  const found = readSchedule(dir);
+  const before = found !== null && isSameUnit(found, record) ? found : null;
+  if (before?.newline_added_after !== undefined) {
+    record = { ...record, newline_added_after: before.newline_added_after };
+  }
+  if (found !== null && before === null) await removeUnits(found, host);
+  const scriptBefore = readTextIfPresent(job.script);
+  if (scheduler !== "schtasks") writeTickScript(job.script, renderTickScript(job));
+  // Before the unit: what is cut short here is found again and taken away by --uninstall-schedule.
+  saveSchedule(dir, record);
+  try {
+    record = { ...record, ...await DRIVERS[scheduler].install(job, host) };
+  } catch (error) {
+    if (before === null) await undoInstall(record, host, dir);
+    else {
+      saveSchedule(dir, before);
+      if (scriptBefore !== null) writeTickScript(job.script, scriptBefore);
+    }
+    throw error;
+  }
+  saveSchedule(dir, record);
+  logEvent(dir, "INFO", "SCHEDULED", { scheduler, interval_seconds: job.plan.intervalS });
+  if (state.status !== "running") {
+    await DRIVERS[scheduler].pause(record, host, true);
+    record = { ...record, paused: true };
+    saveSchedule(dir, record);
+  }
+  const warnings = await listScheduleWarnings(scheduler, job, host);
+  return answerInstalled(job, { record, state, agents, warnings });
+}
+
+/** @throws {RefusedError} Where a unit cannot be rendered; nothing has been changed then. */
+function makeRecord(
+  job: ScheduleJob,
+  { scheduler, host, agents }: {
+    scheduler: Scheduler;
+    host: SchedulerHost;
+    agents: ReadonlyMap<string, string | null>;
+  },
+): ScheduleRecord {
+  const rendered = DRIVERS[scheduler].render(job, host);
+  const files = rendered.map(({ path }) => path).filter(isAbsolute);
+  return {
+    schema_version: 1,
+    scheduler,
+    interval_seconds: job.plan.intervalS,
+    exact: job.plan.isExact,
+    period_seconds: job.plan.periodMin * 60,
+    unit: job.unit,
+    files,
+    script: job.script,
+    runner: job.runner,
+    log: job.log,
+    path: job.path,
+    context_tokens: job.environment.AUTOMATON_CONTEXT_TOKENS ?? null,
+    agent: [...agents.values()][0] ?? null,
+    installed_at: new Date().toISOString(),
+    paused: false,
+  };
+}
+
+function writeTickScript(path: string, text: string): void {
+  writeFileAtomic(path, text);
+  Deno.chmodSync(path, 0o755);
+}
+
+const isSameUnit = (a: ScheduleRecord, b: ScheduleRecord): boolean =>
+  a.scheduler === b.scheduler && a.unit === b.unit && a.script === b.script;
+
+/** Takes back an installation that failed; what cannot be taken back stays recorded. */
+async function undoInstall(
+  record: ScheduleRecord,
+  host: SchedulerHost,
+  dir: string,
+): Promise<void> {
+  try {
+    record.files.forEach(removeIfPresent);
+    // Both fail where there is nothing to take back.
+    if (record.scheduler === "systemd") await host.run(systemctl("daemon-reload"));
+    if (record.scheduler === "launchd") {
+      await host.run(["launchctl", "bootout", `gui/${host.uid}/${record.unit}`]);
+    }
+    removeIfPresent(record.script);
+    removeIfPresent(schedulePath(dir));
+  } catch (error) {
+    console.error(`warning: Cannot take back the schedule: ${(error as Error).message}`);
+  }
+}
+
+function answerInstalled(
+  { loop, plan, unit }: ScheduleJob,
+  { record, state, agents, warnings }: {
+    record: ScheduleRecord;
+    state: LoopState;
+    agents: ReadonlyMap<string, string | null>;
+    warnings: string[];
+  },
+): Answer {
+  const lastSlotMs = state.last_slot ? Date.parse(state.last_slot) : null;
+  const fires = listNextFires(plan, { fromMs: Date.now(), lastSlotMs, count: 3 });
+  for (const [agent, path] of agents) {
+    if (path === null) warnings.push(`agent "${agent}" is not found on the PATH of the schedule`);
+  }
+  for (const warning of warnings) console.error(`warning: ${warning}`);
+  const { scheduler, paused, agent } = record;
+  const lines = [
+    `scheduled loop ${loop} ${describeInterval(plan.intervalS)} (${scheduler}: ${unit})`,
+    paused ? `paused, since the loop is ${describeStatus(state)}` : "next ticks:",
+    ...(paused ? [] : fires.map((at) => `  ${formatLocalTime(at)}`)),
+    `agent: ${agent ?? "not found"}`,
+  ];
+  const json = {
+    ok: true,
+    loop,
+    ...record,
+    schema_version: 1,
+    next_fires: paused ? [] : fires.map((at) => new Date(at).toISOString()),
+    warnings,
+  };
+  return {
+    json,
+    text: lines.join("\n"),
+    ...(paused ? { hint: hintForStandstill(loop, state) } : {}),
+  };
+}
+
+/** Takes a loop's unit away from its scheduler; the script and the record stay. */
+async function removeUnits(record: ScheduleRecord, host: SchedulerHost): Promise<void> {
+  await DRIVERS[record.scheduler].remove(record, host);
+}
+
+/** Takes a loop's schedule away whole, but for its log; nothing where none is recorded. */
+async function removeSchedule(dir: string): Promise<ScheduleRecord | null> {
+  const record = readSchedule(dir);
+  if (record === null) return null;
+  await removeUnits(record, makeHost(dir));
+  removeIfPresent(join(dir, "automaton-loop-tick.sh"));
+  removeIfPresent(schedulePath(dir));
+  logEvent(dir, "INFO", "UNSCHEDULED", { scheduler: record.scheduler });
+  return record;
+}
+
+async function runUninstallSchedule(invocation: Invocation): Promise<Answer> {
+  const loop = readText(invocation, "uninstall-schedule");
+  return await withLoopLock(invocation, loop, async (dir) => {
+    const record = await removeSchedule(dir);
+    const json = { ok: true, loop, removed: record !== null, scheduler: record?.scheduler ?? null };
+    const text = record === null
+      ? `loop ${loop} has no schedule`
+      : `took the schedule of loop ${loop} away (${record.scheduler}: ${record.unit})`;
+    return { json, text };
+  });
+}
+
+/** Takes the schedule of a loop away that is removed itself; a failure keeps the loop, unless forced. */
+async function removeScheduleOf(loop: string, dir: string, isForced: boolean): Promise<void> {
+  try {
+    await removeSchedule(dir);
+  } catch (error) {
+    const words = (error as Error).message;
+    if (!isForced) {
+      throw new RefusedError(
+        `Cannot remove loop "${loop}": its schedule stays: ${words}`,
+        `status --uninstall-schedule ${loop}, or add --force and take the unit away by hand`,
+      );
+    }
+    console.error(`warning: the schedule of loop ${loop} stays: ${words}`);
+  }
+}
+
+/**
+ * Stops a loop's schedule or starts it again, where one is recorded. The state has been changed by then and
+ * decides alone, so a failure is only a warning.
+ *
+ * @param mayEndTick False while a tick of the loop may be running.
+ */
+async function switchSchedule(
+  dir: string,
+  to: "pause" | "resume",
+  mayEndTick = readEnv("AUTOMATON_NO_LOOP_LOCK") !== "1",
+): Promise<void> {
+  try {
+    const record = readSchedule(dir);
+    if (record === null || (to === "pause" && record.paused)) return;
+    const driver = DRIVERS[record.scheduler];
+    if (to === "pause") await driver.pause(record, makeHost(dir), mayEndTick);
+    else await driver.resume(record, makeHost(dir));
+    saveSchedule(dir, { ...record, paused: to === "pause" });
+  } catch (error) {
+    const message = `Cannot ${to} the schedule: ${(error as Error).message}`;
+    logEvent(dir, "WARNING", "WARNING", { message });
+    console.error(`warning: ${message}`);
+  }
+}
+
+/** What a list of loops says about a schedule; null where there is none. */
+function summarizeSchedule(dir: string): Record<string, unknown> | null {
+  const record = viewSchedule(dir);
+  if (record === null) return null;
+  const { scheduler, interval_seconds, exact, period_seconds, unit, paused } = record;
+  return { scheduler, interval_seconds, exact, period_seconds, unit, paused };
+}
+
+function describeSchedule(dir: string): string {
+  const record = viewSchedule(dir);
+  if (record === null) return "-";
+  const interval = describeInterval(record.interval_seconds);
+  return `${interval} (${record.paused ? "paused, " : ""}${record.scheduler})`;
+}
+
+/** What the audit says where a schedule is recorded that its scheduler does not know any more. */
+async function findLostSchedule(dir: string): Promise<string | null> {
+  const record = viewSchedule(dir);
+  if (record === null) return null;
+  const presence = await DRIVERS[record.scheduler].inspect(record, makeHost(dir));
+  return presence === "gone" ? `${record.scheduler} does not know ${record.unit} any more` : null;
+}
+
+/** The names of a loop's logs that its scheduler writes. */
+function listScheduleLogs(dir: string): string[] {
+  return listNames(dir).filter((name) => name.startsWith("schedule.log"));
 }
 
 // --- Commands ---
@@ -2392,13 +4238,13 @@ async function runRemoveLoop(invocation: Invocation): Promise<Answer> {
         "save them elsewhere, or add --force to lose them",
       );
     }
+    await removeScheduleOf(name, dir, invocation.given.has("force"));
     for (const entry of worktrees) await removeWorktree(invocation.project, join(dir, entry));
     await releaseTasksOf(invocation.project, name, null);
-    const kept = isPurged
-      ? []
-      : [".state.lock", "outputs", ...listLogs(dir).map((path) => basename(path))];
+    const logs = [...listLogs(dir).map((path) => basename(path)), ...listScheduleLogs(dir)];
+    const kept = isPurged ? [] : [".state.lock", "outputs", ...logs];
     // loop.json goes last: as long as it is there, a removal that was cut short can be run again.
-    const entries = listNames(dir).filter((entry) => !kept.includes(entry)).sort();
+    const entries = listNames(dir).filter((entry) => !kept.includes(entry));
     for (const entry of entries) Deno.removeSync(join(dir, entry), { recursive: true });
     if (isPurged) Deno.removeSync(dir, { recursive: true });
     const json = { ok: true, loop: name, kept: isPurged ? null : dir };
@@ -2453,6 +4299,7 @@ async function runPauseLoop(invocation: Invocation): Promise<Answer> {
   writeFileAtomic(pauseRequestPath(dir), `${JSON.stringify(request)}\n`);
   const lock = await acquireLock(join(dir, ".state.lock"), 0);
   if (lock === null) {
+    await switchSchedule(dir, "pause", false);
     const when = isNow ? "its harness is ended now" : "it stops before its next role";
     return {
       json: { ok: true, loop: name, status: "pausing" },
@@ -2464,6 +4311,7 @@ async function runPauseLoop(invocation: Invocation): Promise<Answer> {
     honourPauseRequest(dir, state);
     removeIfPresent(pauseRequestPath(dir));
     if (state.status !== "paused") throw makePauseRefusal(name, state);
+    await switchSchedule(dir, "pause");
   } finally {
     lock.close();
   }
@@ -2480,7 +4328,7 @@ function makePauseRefusal(name: string, state: LoopState): RefusedError {
 
 async function runResumeLoop(invocation: Invocation): Promise<Answer> {
   const name = readText(invocation, "resume-loop");
-  return await withLoopLock(invocation, name, (dir) => {
+  return await withLoopLock(invocation, name, async (dir) => {
     const state = loadLoopState(dir);
     if (state.status === "halted" || state.status === "complete") {
       throw new RefusedError(
@@ -2495,6 +4343,7 @@ async function runResumeLoop(invocation: Invocation): Promise<Answer> {
       saveLoopState(dir, state);
       logEvent(dir, "INFO", "RESUMED");
     }
+    await switchSchedule(dir, "resume");
     return {
       json: { ok: true, loop: name, status: "running" },
       text: wasPaused ? `resumed loop ${name}` : `loop ${name} is running already`,
@@ -2503,7 +4352,7 @@ async function runResumeLoop(invocation: Invocation): Promise<Answer> {
 }
 
 async function approveLoop(invocation: Invocation, name: string): Promise<Answer> {
-  return await withLoopLock(invocation, name, (dir) => {
+  return await withLoopLock(invocation, name, async (dir) => {
     // A halt that this very command finds out about is not one that a person has looked at.
     const wasReadable = viewLoop(invocation.project, name).state !== null;
     const state = loadLoopState(dir);
@@ -2530,6 +4379,7 @@ async function approveLoop(invocation: Invocation, name: string): Promise<Answer
     removeIfPresent(pauseRequestPath(dir));
     const { resumed_count, iteration_count } = state;
     logEvent(dir, "INFO", "APPROVED", { cleared, resumed_count, iteration_count });
+    await switchSchedule(dir, "resume");
     const json = { ok: true, loop: name, status: "running", cleared, resumed_count };
     return { json, text: `approved loop ${name}: ${cleared} is cleared` };
   });
@@ -2587,6 +4437,7 @@ async function checkGate(invocation: Invocation, dir: string, isDryRun: boolean)
   const { project } = invocation;
   const state = isDryRun ? readLoopState(dir) : loadLoopState(dir);
   if (!isDryRun) honourPauseRequest(dir, state);
+  if (!isDryRun && state.status !== "running") await switchSchedule(dir, "pause");
   const config = readLoopConfig(dir);
   const taskName = optionalText(invocation, "task") ?? state.current_task;
   if (taskName !== null) checkName("task", taskName);
@@ -2746,8 +4597,8 @@ function runLoopList(invocation: Invocation): Answer {
     return { json, text: "no loops", hint: "status --create-loop NAME --from-template TEMPLATE" };
   }
   const rows = loops.map((view) => {
-    const { name, state } = view;
-    if (state === null) return [name, "broken", "-", "-", "-", view.problem];
+    const { name, dir, state } = view;
+    if (state === null) return [name, "broken", "-", "-", "-", "-", view.problem];
     const scores = state.score_history.map((score) => score.toFixed(2)).join(" ");
     const wake = lastWake(view);
     return [
@@ -2756,22 +4607,23 @@ function runLoopList(invocation: Invocation): Answer {
       `${state.iteration_count}`,
       scores || "-",
       state.current_task ?? "-",
+      describeSchedule(dir),
       wake === null ? "never" : describeAge(Date.now() - wake),
     ];
   });
-  const header = ["LOOP", "STATUS", "TICKS", "SCORES", "TASK", "LAST WAKE"];
+  const header = ["LOOP", "STATUS", "TICKS", "SCORES", "TASK", "SCHEDULE", "LAST WAKE"];
   return { json, text: renderTable([header, ...rows]) };
 }
 
 /** What the audit says about each loop. */
-function summarizeLoop({ name, state }: LoopView): Record<string, unknown> {
+function summarizeLoop({ name, dir, state }: LoopView): Record<string, unknown> {
   return {
     name,
     status: state?.status ?? null,
     halt_reason: state?.halt_reason ?? null,
     iteration_count: state?.iteration_count ?? null,
     last_tick_at: state?.last_tick_at ?? null,
-    schedule: null,
+    schedule: summarizeSchedule(dir),
   };
 }
 
@@ -3055,6 +4907,8 @@ async function auditLoop(project: string, view: LoopView): Promise<Finding[]> {
     findings.push({ category, loop: name, message: `loop ${name} ${problem}` });
   };
   if (state === null) add(1, `has a broken state: ${view.problem}`);
+  const lost = await findLostSchedule(dir);
+  if (lost !== null) add(6, `has no schedule: ${lost}`);
   try {
     const config = readLoopConfig(dir);
     if (state?.status === "running" && isOverdue(view, config)) {
@@ -3077,9 +4931,391 @@ async function auditLoop(project: string, view: LoopView): Promise<Finding[]> {
 }
 
 function isOverdue(view: LoopView, { schedule }: LoopConfig): boolean {
-  const intervalMs = (schedule?.interval_seconds ?? LOOP_DEFAULTS.intervalSeconds) * 1000;
+  const intervalMs = 1000 * (viewSchedule(view.dir)?.interval_seconds ??
+    schedule?.interval_seconds ?? LOOP_DEFAULTS.intervalSeconds);
   const wake = lastWake(view);
   return wake !== null && Date.now() - wake > 3 * intervalMs;
+}
+
+// --- Doctor ---
+
+/** One line of the doctor's report. */
+export interface DoctorCheck {
+  readonly name: string;
+  readonly status: "ok" | "warning" | "failure";
+  readonly message: string;
+  /** What to do about it; null where all is well. */
+  readonly hint: string | null;
+}
+
+const MIN_DENO = "2.6.0";
+const LOW_DISK_MIB = 1024;
+const FULL_DISK_MIB = 100;
+/** Two clocks (this machine's and a file server's) may differ by this much without harm. */
+const CLOCK_SLACK_MS = 5000;
+
+const healthy = (name: string, message: string): DoctorCheck => ({
+  name,
+  status: "ok",
+  message,
+  hint: null,
+});
+
+/** A loop that is scheduled and running would fail: worse than one that nobody has started. */
+const complaint = (
+  name: string,
+  isFailure: boolean,
+  message: string,
+  hint: string,
+): DoctorCheck => ({ name, status: isFailure ? "failure" : "warning", message, hint });
+
+/** Compares versions of the form 1.2.3. */
+function isOlder(version: string, minimum: string): boolean {
+  const [found, wanted] = [version, minimum].map((text) => text.split(".").map(Number));
+  for (let index = 0; index < 3; index++) {
+    const difference = (found![index] ?? 0) - (wanted![index] ?? 0);
+    if (difference !== 0) return difference < 0;
+  }
+  return false;
+}
+
+function checkDeno(framework: string): DoctorCheck {
+  const version = Deno.version.deno;
+  const source = readTextIfPresent(join(framework, "vendor", ".source"))?.split(":")[0];
+  const std = source === "jsr.io"
+    ? "@std from jsr.io"
+    : source === "lib/std"
+    ? "@std stand-ins of lib/std"
+    : "@std from Deno's cache";
+  const where = Deno.build.standalone ? "built into the programs" : Deno.execPath();
+  const message = `${version} (${where}), ${std}`;
+  if (!isOlder(version, MIN_DENO)) return healthy("deno", message);
+  return complaint("deno", true, `${message}; older than ${MIN_DENO}`, "./install.sh");
+}
+
+async function checkGitVersion(host: SchedulerHost): Promise<DoctorCheck> {
+  const argv = ["git", "--version"];
+  const outcome = await host.run(argv);
+  const words = new TextDecoder().decode(outcome.stdout).trim();
+  if (outcome.code === 0) return healthy("git", words.replace(/^git version /, ""));
+  const message = `${explainOutcome(argv, outcome)}; loops would work in the project itself`;
+  return complaint("git", false, message, "install git (Debian: apt-get install git)");
+}
+
+/** How a program is installed, told from its first bytes. */
+function readProgramForm(path: string): "compiled" | "launcher" {
+  const file = Deno.openSync(path, { read: true });
+  try {
+    const head = new Uint8Array(2);
+    file.readSync(head);
+    return bytesToText(head) === "#!" ? "launcher" : "compiled";
+  } finally {
+    file.close();
+  }
+}
+
+/** Starts a program and compares its version with the checkout's. */
+async function checkProgram(
+  framework: string,
+  name: "loop-runner" | "status" | "vram-detect",
+  host: SchedulerHost,
+): Promise<DoctorCheck> {
+  const argv = findProgram(framework, name);
+  const path = argv.length === 1 ? argv[0]! : argv.at(-1)!;
+  const label = `program ${name}`;
+  let form = "source";
+  try {
+    if (argv.length === 1) form = readProgramForm(path);
+  } catch (error) {
+    return complaint(label, true, `${path}: ${(error as Error).message}`, "./install.sh");
+  }
+  const outcome = await host.run([...argv, "--version"]);
+  const answer = new TextDecoder().decode(outcome.stdout).trim();
+  const wanted = `${name} ${readVersion(framework)}`;
+  if (outcome.code === 0 && answer === wanted) {
+    return healthy(label, `${answer.slice(name.length + 1)}, ${form} (${path})`);
+  }
+  const found = outcome.code === 0
+    ? `it says "${answer}", the checkout "${wanted}"`
+    : explainOutcome([path, "--version"], outcome);
+  return complaint(label, true, `${form} (${path}): ${found}`, "./install.sh");
+}
+
+/** A loop with its schedule, as the doctor looks at both. */
+interface LoopToCheck {
+  readonly view: LoopView;
+  readonly record: ScheduleRecord | null;
+  /** Whether it is meant to tick by itself: then what is missing is a failure. */
+  readonly isLive: boolean;
+}
+
+/** Each scheduler that loops use, else the one that would be used: is it there, does it run. */
+async function checkSchedulers(
+  loops: readonly LoopToCheck[],
+  host: SchedulerHost,
+): Promise<DoctorCheck[]> {
+  const used = new Set(loops.flatMap(({ record }) => record === null ? [] : [record.scheduler]));
+  if (used.size === 0) {
+    try {
+      used.add((await chooseScheduler(host)).scheduler);
+    } catch (error) {
+      const { message, hint } = error as RefusedError;
+      return [complaint("scheduler", false, message, hint)];
+    }
+  }
+  const checks: DoctorCheck[] = [];
+  for (const scheduler of used) {
+    const isFailure = loops.some((loop) => loop.isLive && loop.record?.scheduler === scheduler);
+    checks.push(...await checkScheduler(scheduler, host, isFailure));
+  }
+  return checks;
+}
+
+async function checkScheduler(
+  scheduler: Scheduler,
+  host: SchedulerHost,
+  isFailure: boolean,
+): Promise<DoctorCheck[]> {
+  if (scheduler === "cron") return [await checkCron(host, isFailure)];
+  if (scheduler === "systemd") return await checkSystemd(host, isFailure);
+  const argv = scheduler === "launchd"
+    ? ["launchctl", "print", await findLaunchdDomain(host)]
+    : ["schtasks", "/query"];
+  const outcome = await host.run(argv);
+  if (outcome.code === 0) return [healthy("scheduler", scheduler)];
+  const message = `${scheduler}: ${explainOutcome(argv, outcome)}`;
+  return [complaint("scheduler", isFailure, message, "log in to a session of your own and retry")];
+}
+
+async function checkCron(host: SchedulerHost, isFailure: boolean): Promise<DoctorCheck> {
+  try {
+    await readCrontab(host);
+  } catch (error) {
+    const { message, hint } = error as RefusedError;
+    return complaint("scheduler", isFailure, `cron: ${message}`, hint);
+  }
+  const isRunning = await isCronRunning(host);
+  if (isRunning) return healthy("scheduler", "cron, and its daemon runs");
+  const message = isRunning === null
+    ? "cron, but whether its daemon runs cannot be told here"
+    : "cron, but no cron process runs: nothing will fire";
+  const hint = "start it (systemd: systemctl enable --now cron; container: cron)";
+  return complaint("scheduler", isFailure && isRunning === false, message, hint);
+}
+
+async function checkSystemd(host: SchedulerHost, isFailure: boolean): Promise<DoctorCheck[]> {
+  const { problem } = await askSystemd(host);
+  if (problem !== null) {
+    const hint = "log in as this person (not by su or sudo), or use --scheduler cron";
+    return [complaint("scheduler", isFailure, `systemd: ${problem}`, hint)];
+  }
+  const isOn = await isLingering(host);
+  const linger = isOn ? healthy("lingering", "on: timers go on after logout") : complaint(
+    "lingering",
+    false,
+    isOn === null ? "cannot be told" : "off: timers stop at logout",
+    "loginctl enable-linger",
+  );
+  return [healthy("scheduler", "systemd, and the session answers"), linger];
+}
+
+/** One loop: its state, its schedule, and the agents on the PATH that the schedule has. */
+async function checkLoop(
+  { framework, project }: Invocation,
+  { view, record, isLive }: LoopToCheck,
+): Promise<DoctorCheck[]> {
+  const { name, dir, state } = view;
+  const label = `loop ${name}`;
+  if (state === null) return [complaint(label, true, view.problem, "status --audit")];
+  const checks = [await checkSchedule(view, record, isLive)];
+  let config: LoopConfig;
+  try {
+    config = readLoopConfig(dir);
+  } catch (error) {
+    return [...checks, complaint(label, true, (error as Error).message, "correct loop.json")];
+  }
+  const path = record?.path ?? readEnv("PATH") ?? "";
+  const where = record === null ? "PATH" : "the PATH of its schedule";
+  for (const [agent, found] of resolveAgents({ framework, project }, { dir, config, path })) {
+    if (found !== null) checks.push(healthy(label, `agent ${found}`));
+    else {
+      const hint = record === null
+        ? "install it, or name another in loop.json"
+        : `install it, then status --install-schedule ${name} takes over the new PATH`;
+      checks.push(complaint(label, isLive, `agent "${agent}" is not on ${where}`, hint));
+    }
+  }
+  return checks;
+}
+
+/** Whether a loop's schedule is what its record says, and can start what it names. */
+async function checkSchedule(
+  { name, dir, state }: LoopView,
+  record: ScheduleRecord | null,
+  isLive: boolean,
+): Promise<DoctorCheck> {
+  const label = `loop ${name}`;
+  const again = `status --install-schedule ${name}`;
+  const status = describeStatus(state!);
+  if (record === null) return healthy(label, `${status}, no schedule`);
+  const words = `${status}, ${describeSchedule(dir)}`;
+  const started = record.scheduler === "schtasks" ? record.runner[0]! : record.script;
+  const missing = [started, record.runner[0]!].find((path) => !existsSync(path));
+  if (missing !== undefined) {
+    return complaint(label, isLive, `${words}: ${missing} is missing`, again);
+  }
+  const presence = await DRIVERS[record.scheduler].inspect(record, makeHost(dir));
+  if (presence === "active" || (presence === "paused" && state!.status !== "running")) {
+    return healthy(label, words);
+  }
+  if (presence === "unknown") {
+    return complaint(label, false, `${words}: ${record.scheduler} gives no answer`, "retry");
+  }
+  const found = presence === "gone" ? "does not know it any more" : "has it disabled";
+  return complaint(label, isLive, `${words}: ${record.scheduler} ${found}`, again);
+}
+
+/** The window of each model that loops verify or implement with, as their ticks will find it. */
+async function checkContextWindows(
+  { framework, project }: Invocation,
+  loops: readonly LoopToCheck[],
+): Promise<DoctorCheck[]> {
+  const questions = new Map<string, { args: string[]; tokens: string; isLive: boolean }>();
+  const ask = (model: string | undefined, tokens: string, isLive: boolean) => {
+    const args = ["--loop-mode", ...(model === undefined ? [] : [`--model=${model}`])];
+    const key = JSON.stringify([args, tokens]);
+    questions.set(key, { args, tokens, isLive: isLive || questions.get(key)?.isLive === true });
+  };
+  const own = readEnv("AUTOMATON_CONTEXT_TOKENS") ?? "";
+  for (const { view, record, isLive } of loops) {
+    const roles = readConfigOrNull(view.dir)?.roles;
+    const tokens = record === null ? own : record.context_tokens ?? "";
+    for (const role of [roles?.implement, roles?.verify]) ask(role?.model, tokens, isLive);
+  }
+  if (questions.size === 0) ask(undefined, own, false);
+  const program = findProgram(framework, "vram-detect");
+  const checks: DoctorCheck[] = [];
+  for (const { args, tokens, isLive } of questions.values()) {
+    const env = {
+      AUTOMATON_HOME: framework,
+      AUTOMATON_PROJECT: project,
+      AUTOMATON_CONTEXT_TOKENS: tokens,
+    };
+    const argv = [...program, ...args, "--json"];
+    const outcome = await runCommand(argv, { env, timeoutMs: 60_000 });
+    checks.push(judgeContextWindow(outcome, args[1], isLive));
+  }
+  return checks;
+}
+
+function judgeContextWindow(
+  outcome: CommandOutcome,
+  modelFlag: string | undefined,
+  isLive: boolean,
+): DoctorCheck {
+  const of = modelFlag === undefined ? "" : ` of ${modelFlag.replace("--model=", "")}`;
+  let report: unknown = null;
+  try {
+    report = JSON.parse(new TextDecoder().decode(outcome.stdout).trimEnd().split("\n").at(-1)!);
+  } catch {
+    // No report at all: what the program said instead is told.
+  }
+  const hint = "vram-detect --explain, or set AUTOMATON_CONTEXT_TOKENS";
+  if (!isRecord(report) || typeof report.loop_mode_eligible !== "boolean") {
+    const words = explainOutcome(["vram-detect"], outcome);
+    return complaint("context window", isLive, `unknown${of}: ${words}`, hint);
+  }
+  const { available_context_tokens: tokens, floor_tokens: floor, reason, source } = report;
+  const found = typeof tokens === "number"
+    ? `${tokens} tokens${of} (${source})`
+    : `unknown${of} (${reason})`;
+  if (report.loop_mode_eligible) return healthy("context window", `${found}, floor ${floor}`);
+  return complaint("context window", isLive, `${found}, below the floor of ${floor}`, hint);
+}
+
+/** Writes and removes a file where loops live; its time also tells whether clocks agree. */
+function checkWriteAccess(project: string): DoctorCheck[] {
+  const folder = [automatonDir(project), project].find(isDirectory)!;
+  const probe = join(folder, `.doctor-${Deno.pid}`);
+  try {
+    Deno.writeTextFileSync(probe, "");
+    const writtenMs = Deno.statSync(probe).mtime?.getTime() ?? Date.now();
+    Deno.removeSync(probe);
+    return [healthy("write access", folder), checkClock(project, writtenMs)];
+  } catch (error) {
+    const hint = `make ${folder} writable for this person`;
+    return [complaint("write access", true, `${folder}: ${(error as Error).message}`, hint)];
+  }
+}
+
+/**
+ * Looks for signs that the clock is wrong: a file server that has another time, or ticks and slots in the
+ * future.
+ */
+function checkClock(project: string, writtenMs: number): DoctorCheck {
+  const now = Date.now();
+  const hint = "set the clock (systemd: timedatectl set-ntp true)";
+  const late = listLoops(project).find(({ state }) =>
+    [state?.last_tick_at, state?.last_slot].some((time) =>
+      Date.parse(time ?? "") > now + 30 * 60_000
+    )
+  );
+  if (late !== undefined) {
+    return complaint("clock", false, `loop ${late.name} last ticked in the future`, hint);
+  }
+  if (Math.abs(writtenMs - now) > CLOCK_SLACK_MS) {
+    const seconds = Math.round((writtenMs - now) / 1000);
+    return complaint("clock", false, `the file system's clock differs by ${seconds} s`, hint);
+  }
+  return healthy("clock", formatLocalTime(now));
+}
+
+async function checkDisk(project: string, host: SchedulerHost): Promise<DoctorCheck> {
+  const unknown = (why: string) =>
+    complaint("disk space", false, `cannot be told here: ${why}`, `look at ${project}`);
+  if (Deno.build.os === "windows") return unknown("Windows has no df");
+  const argv = ["df", "-Pk", project];
+  const outcome = await host.run(argv);
+  // POSIX: one line of heads, then name, size, used and free in KiB; only the name may hold blanks.
+  const line = new TextDecoder().decode(outcome.stdout).trimEnd().split("\n").at(-1) ?? "";
+  const free = /\s\d+\s+\d+\s+(\d+)\s+\d+%\s/.exec(line)?.[1];
+  if (outcome.code !== 0 || free === undefined) return unknown(explainOutcome(argv, outcome));
+  const mebibytes = Math.floor(Number(free) / 1024);
+  const words = `${mebibytes} MiB free for ${project}`;
+  if (mebibytes >= LOW_DISK_MIB) return healthy("disk space", words);
+  return complaint("disk space", mebibytes < FULL_DISK_MIB, words, "make room");
+}
+
+function renderChecks(checks: readonly DoctorCheck[]): string {
+  const rows = checks.map(({ status, name, message }) => [status, name, message]);
+  const lines = renderTable(rows).trimEnd().split("\n");
+  return checks.map(({ hint }, index) =>
+    hint === null ? lines[index]! : `${lines[index]}\n         hint: ${hint}`
+  ).join("\n");
+}
+
+async function runDoctor(invocation: Invocation): Promise<Answer> {
+  const { framework, project } = invocation;
+  const host = makeHost(project);
+  const loops = listLoops(project).map((view): LoopToCheck => {
+    const record = viewSchedule(view.dir);
+    return { view, record, isLive: record !== null && view.state?.status === "running" };
+  });
+  const programs = ["loop-runner", "status", "vram-detect"] as const;
+  const checks: DoctorCheck[] = [
+    checkDeno(framework),
+    await checkGitVersion(host),
+    ...await Promise.all(programs.map((name) => checkProgram(framework, name, host))),
+    ...await checkSchedulers(loops, host),
+  ];
+  for (const loop of loops) checks.push(...await checkLoop(invocation, loop));
+  checks.push(
+    ...await checkContextWindows(invocation, loops),
+    ...checkWriteAccess(project),
+    await checkDisk(project, host),
+  );
+  const ok = checks.every(({ status }) => status !== "failure");
+  return { json: { ok, project, checks }, text: renderChecks(checks), exitCode: ok ? 0 : 1 };
 }
 
 // --- Command table ---
@@ -3102,6 +5338,8 @@ export const OPTIONS: readonly OptionSpec[] = [
   { name: "force", help: "lose what is nowhere else" },
   { name: "purge", help: "remove logs and outputs too" },
   { name: "now", help: "end the running harness instead of waiting for it" },
+  { name: "interval", value: "S", help: "seconds between two ticks, 60 or more (default: the loop's own)" },
+  { name: "scheduler", value: "NAME", help: `${SCHEDULERS.join(", ")} (default: what this system has); with --dry-run also ${PRINTED_SCHEDULERS.join(", ")}` },
   { name: "lines", value: "N", help: `how many log lines (${DEFAULT_LOG_LINES})` },
   { name: "follow", help: "go on printing lines as they come" },
   { name: "dry-run", help: "answer without changing anything" },
@@ -3124,6 +5362,8 @@ export const COMMANDS: readonly Command[] = [
   { name: "audit", group: "Tasks", help: "what is wrong with tasks and loops", takes: ["stalled-days"], writes: false, run: runAudit },
   { name: "create-loop", value: "NAME", group: "Loops", help: "make a loop", takes: ["from-template", "no-worktree", "task"], needs: ["from-template"], writes: true, creates: true, run: runCreateLoop },
   { name: "remove-loop", value: "NAME", group: "Loops", help: "take a loop away; its branch and logs stay", takes: ["force", "purge", "lock-timeout"], writes: true, run: runRemoveLoop },
+  { name: "install-schedule", value: "NAME", group: "Loops", help: "have the system's scheduler tick a loop (--dry-run: print the unit)", takes: ["interval", "scheduler", "dry-run", "lock-timeout"], writes: true, run: runInstallSchedule },
+  { name: "uninstall-schedule", value: "NAME", group: "Loops", help: "take a loop's schedule away", takes: ["lock-timeout"], writes: true, run: runUninstallSchedule },
   { name: "pause-loop", value: "NAME", group: "Loops", help: "stop ticking (a running tick: before its next role)", takes: ["now"], writes: true, run: runPauseLoop },
   { name: "resume-loop", value: "NAME", group: "Loops", help: "tick again after a pause", takes: ["lock-timeout"], writes: true, run: runResumeLoop },
   { name: "halt-loop", value: "NAME", group: "Loops", help: "trip the brake by hand", takes: ["reason", "detail", "lock-timeout"], needs: ["reason"], writes: true, run: runHaltLoop },
@@ -3132,6 +5372,7 @@ export const COMMANDS: readonly Command[] = [
   { name: "claim-loop-task", value: "NAME", group: "Loops", help: "make a --task the loop's own", takes: ["task", "lock-timeout"], needs: ["task"], writes: true, run: runClaimLoopTask },
   { name: "loop-list", group: "Loops", help: "all loops and how they are", takes: [], writes: false, run: runLoopList },
   { name: "loop-log", value: "NAME", group: "Loops", help: "the last lines of a loop's log", takes: ["lines", "follow"], writes: false, run: runLoopLog },
+  { name: "doctor", group: "Loops", help: "what this machine, its scheduler and the loops lack (exit 1 on a failure)", takes: [], writes: false, anywhere: true, run: runDoctor },
   // Last: --task is an option of the others, and a command where none of them is given.
   { name: "task", value: "NAME", group: "Tasks", help: "show a task (or name one for another command)", takes: [], writes: false, run: runShowTask },
 ];
@@ -3203,6 +5444,22 @@ function logRefusal(project: string, message: string): void {
   if (isLoopDir(dir)) logEvent(dir, "WARNING", "REFUSED", { message });
 }
 
+/** The project; the framework's own folder for a command that makes sense without one. */
+function findCommandProject(
+  command: Command,
+  given: ReadonlyMap<string, string | true>,
+  framework: string,
+): string {
+  const flag = given.get("project");
+  try {
+    return findProjectDir(typeof flag === "string" ? flag : undefined, !!command.creates);
+  } catch (error) {
+    const isNamed = flag !== undefined || readEnv("AUTOMATON_PROJECT") !== undefined;
+    if (command.anywhere && !isNamed) return framework;
+    throw error;
+  }
+}
+
 async function runCommandLine(
   given: ReadonlyMap<string, string | true>,
   framework: string,
@@ -3213,8 +5470,7 @@ async function runCommandLine(
     return { json: { version }, text: `status ${version}` };
   }
   const command = selectCommand(given);
-  const flag = given.get("project");
-  const project = findProjectDir(typeof flag === "string" ? flag : undefined, !!command.creates);
+  const project = findCommandProject(command, given, framework);
   const invocation = { given, framework, project };
   try {
     guardRole(command, invocation);

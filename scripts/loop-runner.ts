@@ -2895,8 +2895,32 @@ async function readControls(tick: Tick): Promise<Controls> {
       ...names.flatMap((name) => ["--git-path", name]),
     ]);
     paths.push(join(cwd, ".git"), ...(inner ?? "").split("\n").map((path) => resolve(cwd, path)));
+    const hooks = await gitOrNull(cwd, ["rev-parse", "--git-path", "hooks"]);
+    // Hooks that the project keeps among its sources are sources: the file scope speaks of them.
+    const isSource = hooks !== null && resolve(cwd, hooks).startsWith(join(cwd, "/"));
+    if (hooks !== null && !isSource) paths.push(...listFiles(resolve(cwd, hooks)));
   }
   return new Map(paths.map((path) => [path, readControl(path)]));
+}
+
+function listFiles(folder: string): string[] {
+  return isDirectory(folder)
+    ? [...Deno.readDirSync(folder)].map(({ name }) => join(folder, name))
+    : [];
+}
+
+/**
+ * True when a task's state was changed by something other than `status`, which writes the copy along
+ * with it: a person may approve or claim the task at any time.
+ */
+async function isTaskTampered(dir: string, before: string | null): Promise<boolean> {
+  const path = join(dir, ".state");
+  for (const waitMs of [0, 1000]) {
+    await sleep(waitMs); // The second look is for a save that was between state and copy.
+    const now = readControl(path);
+    if (now === before || now === readControl(`${path}.bak`) || !existsSync(dir)) return false;
+  }
+  return true;
 }
 
 function readControl(path: string): string | null {
@@ -2913,9 +2937,12 @@ function readControl(path: string): string | null {
  * were in outputs/.
  */
 async function guardControls(tick: Tick, before: Controls, role: RoleName): Promise<void> {
-  const changed = [...await readControls(tick)].filter(([path, text]) => before.get(path) !== text);
+  const changed = [...await readControls(tick)]
+    .filter(([path, text]) => (before.get(path) ?? null) !== text);
   const isLockOurs = isSameFile(tick.lock, join(tick.dir, ".state.lock"));
-  if (changed.length === 0 && isLockOurs) return;
+  const taskState = join(tick.task.dir, ".state");
+  const isTampered = await isTaskTampered(tick.task.dir, before.get(taskState) ?? null);
+  if (changed.length === 0 && isLockOurs && !isTampered) return;
   for (const [path] of changed) {
     const text = before.get(path) ?? null;
     if (text === null) continue;
@@ -2924,6 +2951,7 @@ async function guardControls(tick: Tick, before: Controls, role: RoleName): Prom
   }
   const names = changed.map(([path]) => path);
   if (!isLockOurs) names.push(join(tick.dir, ".state.lock"));
+  if (isTampered) names.push(taskState);
   throw new HaltError(
     "drift_detected",
     `${role} changed what steers the loop: ${names.join(", ")}`,
@@ -2954,15 +2982,17 @@ async function runRole(
   const request = buildRequest(tick, role, promptPath);
   const modelProblem = findModelProblem(tick, role);
   if (modelProblem !== null) warn(tick, modelProblem);
-  const [controls, checkout] = await Promise.all([readControls(tick), describeCheckout(tick)]);
+  const [steering, checkout] = await Promise.all([readControls(tick), describeCheckout(tick)]);
+  const taskState = join(tick.task.dir, ".state");
+  const controls = new Map([...steering, [taskState, readControl(taskState)]]);
   const startedAt = Date.now();
   const outcome = await runHarness(tick, request);
   tick.summary.durations_ms[role] = Date.now() - startedAt;
+  noteUsage(tick, role, outcome.usage);
   await guardControls(tick, controls, role);
   if (await describeCheckout(tick) !== checkout) {
     warn(tick, `the project's own checkout changed while ${role} was at work`);
   }
-  noteUsage(tick, role, outcome.usage);
   if (outcome.result === "stopped") {
     await checkStop(tick);
     throw new StoppedError(outcome.message);

@@ -1,36 +1,58 @@
 #!/bin/sh
-# Entry point of a fresh checkout. So far it runs the demo; installing for good is not part of it yet.
+# Installs Automaton in its own checkout, shows a demo of it, or takes it away again.
 set -eu
 
 usage() {
   cat <<'END'
-usage: install.sh --demo [DIR]
-       install.sh --help
+usage: install.sh [OPTION ...]
+       install.sh --demo [DIR]
+       install.sh --uninstall [--purge] [--dry-run]
 
-  --demo [DIR]  watch a loop at work in a throw-away git project: no account, no model, no GPU.
-                DIR must be empty or not there yet; without it a temporary folder is used.
-                Nothing outside DIR and the ignored folders of this checkout is touched.
+Makes Deno, the packages and the three programs in bin/ ready, and the loop "self-improvement" with a
+schedule. Run again, it changes only what is no longer right.
+
+  --no-loop           make no loop
+  --no-schedule       let the loop run only by hand
+  --context-tokens N  write into .automaton/models.json how many tokens of context the default model has
+  --require-compile   fail where the programs can't be compiled, instead of running their sources
+  --prefix DIR        also link the programs into DIR/bin
+  --dry-run           say what would be done, and do nothing
+
+  --demo [DIR]        watch a loop at work in a throw-away git project: no account, no model, no GPU.
+                      DIR must be empty or not there yet; without it a temporary folder is used.
+                      Nothing outside DIR and the ignored folders of this checkout is touched.
+
+  --uninstall         remove schedules, programs, links and what else install.sh made outside git.
+                      Tasks and loops in .automaton/ stay.
+  --purge             with --uninstall: remove .automaton/ too, with all tasks, loops and logs in it
+
+  --help              this text
 END
 }
 
-# usage_error MESSAGE: says what is wrong with the call and exits 2.
-usage_error() {
-  printf '%s\nhint: ./install.sh --help\n' "$1" >&2
-  exit 2
+# --- Command line ---
+
+set_mode() {
+  [ "$mode" = install ] || [ "$mode" = "$1" ] || usage_error "Cannot use option \"--$mode\" with \"--$1\""
+  mode=$1
 }
 
-main() {
-  framework=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
-  demo='' demo_dir=''
-  [ $# -gt 0 ] || usage_error 'Cannot install "everything": this version only has --demo'
+# Fails for what --demo or --uninstall has no use for.
+refuse_with() {
+  [ -z "$chosen" ] || usage_error "Cannot use option \"$chosen\" with \"$1\""
+}
+
+parse_options() {
+  mode=install chosen='' demo_dir='' purge=no dry_run=no
+  want_loop=yes want_schedule=yes require_compile=no context_tokens='' prefix=''
   while [ $# -gt 0 ]; do
     case $1 in
       --help)
         usage
-        return
+        exit 0
         ;;
       --demo)
-        demo=yes
+        set_mode demo
         case ${2+set}${2-} in
           '' | set-*) ;;
           set) usage_error 'Cannot use option "--demo": its folder is empty' ;;
@@ -41,19 +63,486 @@ main() {
         esac
         ;;
       --demo=?*)
-        demo=yes
+        set_mode demo
         demo_dir=${1#*=}
         ;;
-      --no-loop | --no-schedule | --context-tokens* | --require-compile | --dry-run | --uninstall | --prefix*)
-        usage_error "Cannot use option \"$1\": this version only has --demo"
+      --uninstall) set_mode uninstall ;;
+      --purge) purge=yes ;;
+      --dry-run) dry_run=yes ;;
+      --no-loop) want_loop=no chosen=$1 ;;
+      --no-schedule) want_schedule=no chosen=$1 ;;
+      --require-compile) require_compile=yes chosen=$1 ;;
+      --context-tokens | --prefix)
+        [ -n "${2-}" ] || usage_error "Cannot use option \"$1\": its value is missing"
+        option=$1 value=$2
+        shift 2
+        set -- "$option=$value" "$@"
+        continue
         ;;
-      *) usage_error "Cannot use option \"$1\": known are --demo and --help" ;;
+      --context-tokens=*)
+        chosen=${1%%=*} context_tokens=${1#*=}
+        case $context_tokens in
+          '' | 0* | *[!0-9]* | ??????????*)
+            usage_error "Cannot use option \"--context-tokens\": \"$context_tokens\" is no number of tokens"
+            ;;
+        esac
+        ;;
+      --prefix=?*) chosen=${1%%=*} prefix=${1#*=} ;;
+      *) usage_error "Cannot use option \"$1\": there is no such option" ;;
     esac
     shift
   done
-  if [ -n "$demo" ]; then
-    sh "$framework/lib/demo.sh" "$demo_dir"
+  case $mode in
+    demo)
+      refuse_with --demo
+      [ "$dry_run" = no ] || usage_error 'Cannot use option "--dry-run" with "--demo"'
+      ;;
+    uninstall) refuse_with --uninstall ;;
+  esac
+  [ "$purge" = no ] || [ "$mode" = uninstall ] || usage_error 'Cannot use option "--purge" without "--uninstall"'
+}
+
+# --- What is recorded ---
+
+# list_add LIST LINE: prints the lines with one more, unless it is there already.
+list_add() {
+  if [ -n "$1" ]; then printf '%s\n' "$1"; fi
+  printf '%s\n' "$1" | grep -Fqx -- "$2" || printf '%s\n' "$2"
+}
+
+# record PATH…: remembers in the receipt what is about to be made.
+record() {
+  for path; do
+    paths=$(list_add "$paths" "$path")
+  done
+  save_receipt
+}
+
+read_receipt() {
+  form=$(receipt_field form) stamp=$(receipt_field build)
+  paths=$(receipt_list paths) schedules=$(receipt_list schedules)
+  loop_wanted=$(receipt_field loop_wanted)
+}
+
+save_receipt() {
+  {
+    printf '{\n  "schema_version": 1,\n'
+    printf '  "version": %s,\n' "$(json_text "$version")"
+    printf '  "framework": %s,\n' "$(json_text "$framework")"
+    printf '  "form": %s,\n' "$(json_text "$form")"
+    printf '  "build": %s,\n' "$(json_text "$stamp")"
+    printf '  "loop_wanted": %s,\n' "${loop_wanted:-true}"
+    json_list paths "$paths"
+    printf ',\n'
+    json_list schedules "$schedules"
+    printf '\n}\n'
+  } >"$receipt.new" || die "Cannot write \"$receipt\""
+  if cmp -s "$receipt.new" "$receipt"; then
+    rm -f "$receipt.new"
+  else
+    must 'write the receipt' mv -f "$receipt.new" "$receipt"
   fi
+}
+
+# --- Places ---
+
+# Sets $framework, the real path of the folder that this script lies in, also behind links.
+find_framework() {
+  self=$0
+  while [ -h "$self" ]; do
+    target=$(readlink -- "$self")
+    case $target in
+      /*) self=$target ;;
+      *) self=$(dirname -- "$self")/$target ;;
+    esac
+  done
+  framework=$(CDPATH='' cd -P -- "$(dirname -- "$self")" && pwd -P)
+  if [ ! -f "$framework/lib/common.sh" ]; then
+    printf 'install: Cannot install from "%s": it is no checkout of Automaton\nhint: clone the repository and run its install.sh\n' \
+      "$framework" >&2
+    exit 1
+  fi
+}
+
+check_framework() {
+  case $framework$prefix in
+    *[[:cntrl:]]*) die 'Cannot install in a folder with a control character in its path' 'move the checkout' ;;
+  esac
+  [ -w "$framework" ] ||
+    die "Cannot write to the checkout \"$framework\"" 'run install.sh as its owner, or clone the repository into a folder of yours'
+}
+
+# Makes $prefix absolute and refuses it where a file of somebody else is in the way of a link.
+check_prefix() {
+  [ -n "$prefix" ] || return 0
+  [ -z "$exe" ] || die 'Cannot use --prefix on Windows: it has no links for this' "add $bin to PATH"
+  case $prefix in
+    /*) ;;
+    *) prefix=$PWD/$prefix ;;
+  esac
+  prefix=${prefix%/}
+  for name in $PROGRAMS; do
+    link=$prefix/bin/$name
+    [ ! -e "$link" ] && [ ! -h "$link" ] || is_our_link "$link" ||
+      die "Cannot link \"$link\": another file is there" 'move it away, or name another --prefix'
+  done
+}
+
+# Tells whether $1 is a link to one of our programs: made by an install, or leading here.
+is_our_link() {
+  [ -h "$1" ] || return 1
+  [ "$(readlink -- "$1")" != "$bin/${1##*/}" ] || return 0
+  receipt_list paths | grep -Fqx -- "$1" && [ "$(readlink -- "$1")" = "$(receipt_field framework)/bin/${1##*/}" ]
+}
+
+# --- Steps ---
+
+# One install or uninstall at a time. The lock of one that is gone is taken over.
+take_lock() {
+  lock=$framework/.deno/install.lock
+  must "make folder \"$framework/.deno\"" mkdir -p "$framework/.deno"
+  if ! mkdir "$lock" 2>/dev/null; then
+    owner=$(cat "$lock/pid" 2>/dev/null) || owner=
+    [ -z "$owner" ] || ! kill -0 "$owner" 2>/dev/null ||
+      die "Cannot go on: process $owner is installing here already" 'wait for it to end'
+    rm -rf "$lock"
+    must 'take the lock' mkdir "$lock"
+  fi
+  has_lock=yes
+  echo "$$" >"$lock/pid"
+}
+
+# shellcheck disable=SC2317 # called by a trap
+clean_up() {
+  [ "$has_lock" = yes ] || return 0
+  end_child
+  remove_new_programs
+  rmdir "$bin" 2>/dev/null || :
+  rm -rf "$lock" "$receipt.new"
+}
+
+begin() {
+  has_lock=no
+  trap clean_up EXIT
+  trap 'exit 129' HUP
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
+  take_lock
+}
+
+# program NAME ARG…: runs an installed program on this checkout's own tasks and loops.
+program() {
+  name=$1
+  shift
+  bounded 180 "$bin/$name$exe" "$@" --project "$framework"
+}
+
+# shown NAME: how a person calls an installed program.
+shown() {
+  quote "$bin/$1"
+}
+
+# make_folder DIR: makes a folder and those above it, and records each.
+make_folder() {
+  [ ! -d "$1" ] || return 0
+  case $1 in
+    */*) make_folder "${1%/*}" ;;
+  esac
+  must "make folder \"$1\"" mkdir "$1"
+  record "$1/"
+}
+
+link_programs() {
+  [ -n "$prefix" ] || return 0
+  make_folder "$prefix/bin"
+  for name in $PROGRAMS; do
+    link=$prefix/bin/$name
+    record "$link"
+    [ "$(readlink -- "$link" 2>/dev/null)" = "$bin/$name" ] || {
+      rm -f "$link"
+      must "link \"$link\"" ln -s "$bin/$name" "$link"
+    }
+  done
+  case :$PATH: in
+    *":$prefix/bin:"*) ;;
+    *) hint "add $prefix/bin to PATH: export PATH=$(quote "$prefix/bin"):\"\$PATH\"" ;;
+  esac
+}
+
+# The folder of tasks and loops; recorded only when it is made here, so that --purge keeps a person's own.
+make_automaton() {
+  [ -d "$automaton" ] || {
+    record .automaton
+    must "make folder \"$automaton\"" mkdir "$automaton"
+  }
+}
+
+write_context() {
+  [ -n "$context_tokens" ] || return 0
+  make_automaton
+  "$deno" run -q --no-prompt --allow-read --allow-write="$automaton" "$framework/lib/set_context.ts" \
+    "$context_tokens" "$automaton/models.json" </dev/null ||
+    die 'Cannot use --context-tokens: see above' "mend $automaton/models.json"
+  say "the default model has $context_tokens tokens of context ($automaton/models.json)"
+  [ "$context_tokens" -ge 16000 ] || say 'no loop will run with it: loops need 16000 tokens or more'
+}
+
+# Every version so far writes schema 1. One that changes it brings older states up to date here.
+check_states() {
+  [ -d "$automaton" ] || return 0
+  find "$automaton" -name worktree -prune -o \( -name .state -o -name .state.loop \) -type f -print |
+    while IFS= read -r file; do
+      schema=$(sed -n 's/.*"schema_version": *\([0-9]\{1,\}\).*/\1/p' "$file" | head -n 1)
+      case $schema in
+        1) ;;
+        '') say "the state \"$file\" names no schema version: it is left as it is" ;;
+        *) say "the state \"$file\" is of schema $schema, which this version does not know: it is left as it is" ;;
+      esac
+    done
+  say 'the states of tasks and loops need no change'
+}
+
+make_loop() {
+  loop_dir=$automaton/loops/$LOOP
+  loop_wanted=true
+  [ "$want_loop" = yes ] || {
+    [ -d "$loop_dir" ] || loop_wanted=false
+    return 0
+  }
+  if [ -d "$loop_dir" ]; then
+    say "the loop $LOOP is there already"
+    return 0
+  fi
+  make_automaton
+  program status --create-loop "$LOOP" --from-template "$LOOP" >&2 || {
+    say "the loop $LOOP could not be made; everything else goes on"
+    hint "$(shown status) --create-loop $LOOP --from-template $LOOP"
+  }
+}
+
+make_schedule() {
+  [ "$want_loop$want_schedule" = yesyes ] && [ -d "$loop_dir" ] || return 0
+  # A schedule leads to the checkout, so one that was moved needs it anew.
+  if [ -f "$loop_dir/schedule.json" ] && [ "$moved" = no ]; then
+    say "the loop $LOOP has a schedule already"
+    return 0
+  fi
+  case $(program status --can-continue "$LOOP" --json) in
+    *'"state":"OK"'*) ;;
+    *)
+      say "the loop $LOOP does not run now (paused, halted or complete), so it gets no schedule"
+      hint "$(shown status) --loop-list --project $(quote "$framework")"
+      return 0
+      ;;
+  esac
+  if program status --install-schedule "$LOOP" --interval "$SCHEDULE_SECONDS" >&2; then
+    schedules=$(list_add "$schedules" "$LOOP")
+    save_receipt
+    [ "$(id -u)" != 0 ] || say 'the agent of the loop runs as root; a user of its own would be safer'
+  else
+    say "the loop $LOOP has no schedule; it runs only by hand"
+    hint "$(shown status) --install-schedule $LOOP --interval $SCHEDULE_SECONDS --project $(quote "$framework")"
+  fi
+}
+
+# What the doctor finds is said; it does not undo an installation.
+ask_doctor() {
+  result=0
+  program status --doctor || result=$?
+  case $result in
+    0) ;;
+    2) say 'this version has no --doctor to check the installation' ;;
+    *) say 'the doctor found something to mend: see above' ;;
+  esac
+}
+
+describe_loop() {
+  if [ ! -d "$loop_dir" ]; then
+    echo 'none'
+  elif [ -f "$loop_dir/schedule.json" ]; then
+    echo "$LOOP, on a schedule"
+  else
+    echo "$LOOP, only by hand"
+  fi
+}
+
+say_done() {
+  cat <<END
+
+Automaton $version is installed in $framework
+  programs  $bin ($form)
+  Deno      $deno
+  loop      $(describe_loop)
+
+To try next:
+  $(quote "$framework/install.sh") --demo
+  $(shown status) --loop-list --project $(quote "$framework")
+  $(shown loop-runner) --mode tick --loop $LOOP --dry-run --project $(quote "$framework")
+END
+}
+
+# --- Modes ---
+
+plan_install() {
+  cat <<END
+install.sh would do this in $framework:
+  find Deno, or install it into .deno/, and fill vendor/ with the @std packages
+  compile $PROGRAMS into bin/, or write launchers there
+END
+  [ -z "$prefix" ] || echo "  link the programs into $prefix/bin"
+  [ -z "$context_tokens" ] || echo "  set context_tokens of the default model in .automaton/models.json to $context_tokens"
+  if [ "$want_loop" = no ]; then
+    echo '  make no loop'
+  elif [ -d "$automaton/loops/$LOOP" ]; then
+    echo "  leave the loop $LOOP as it is"
+  else
+    echo "  make the loop $LOOP in .automaton/"
+  fi
+  if [ "$want_loop$want_schedule" = yesyes ] && [ ! -f "$automaton/loops/$LOOP/schedule.json" ]; then
+    echo "  wake it every $SCHEDULE_SECONDS seconds with the scheduler of this system"
+  fi
+  echo '  write .install-receipt.json, which install.sh --uninstall goes by'
+}
+
+install() {
+  check_prefix
+  if [ "$dry_run" = yes ]; then
+    plan_install
+    return
+  fi
+  check_framework
+  recorded_framework=$(receipt_field framework)
+  case $recorded_framework in
+    '' | "$framework") moved=no ;;
+    *) moved=yes ;;
+  esac
+  read_receipt
+  begin
+  record .deno vendor
+  # Deno's cache would otherwise grow in the home folder.
+  export DENO_DIR="${DENO_DIR:-$framework/.deno/cache}" DENO_NO_UPDATE_CHECK=1 NO_COLOR=1
+  deno=$(sh "$framework/lib/setup.sh") ||
+    die 'Cannot make Deno ready: see above' 'name a Deno 2.6 or newer: AUTOMATON_DENO=/path/to/deno ./install.sh'
+  record bin/loop-runner"$exe" bin/status"$exe" bin/vram-detect"$exe" bin/
+  build_programs
+  save_receipt
+  link_programs
+  write_context
+  check_states
+  make_loop
+  make_schedule
+  save_receipt
+  has git || say 'git was not found: loops need it to work on a branch of their own'
+  ask_doctor
+  say_done
+}
+
+# unschedule LOOP: takes a loop's schedule away, as it is recorded.
+unschedule() {
+  [ -f "$automaton/loops/$1/schedule.json" ] || return 0
+  say "removing the schedule of loop $1"
+  program status --uninstall-schedule "$1" >&2 ||
+    die "Cannot remove the schedule of loop \"$1\": see above; the programs stay until it is gone" \
+      "run install.sh --uninstall again, or remove the entry by hand and then $(quote "$automaton/loops/$1/schedule.json")"
+}
+
+# Lists the loops of this checkout, and those that the receipt names.
+list_loops() {
+  {
+    receipt_list schedules
+    for dir in "$automaton"/loops/*/; do
+      [ ! -f "$dir/loop.json" ] || basename "$dir"
+    done
+  } | sort -u
+}
+
+# Removes all loops, the way that gives back their worktrees, and then what is left.
+purge_automaton() {
+  [ -d "$automaton" ] || return 0
+  if ! receipt_list paths | grep -Fqx .automaton; then
+    say 'keeping .automaton: it was there before install.sh'
+    return 0
+  fi
+  for loop in $(list_loops); do
+    [ ! -d "$automaton/loops/$loop" ] || program status --remove-loop "$loop" --purge >&2 ||
+      die "Cannot remove loop \"$loop\": see above; nothing of .automaton was lost" \
+        "save its work, or lose it with: $(shown status) --remove-loop $loop --purge --force --project $(quote "$framework")"
+  done
+  must "remove \"$automaton\"" rm -rf "$automaton"
+}
+
+# remove_path PATH: removes what the receipt lists, if it is still ours.
+remove_path() {
+  case $1 in
+    .automaton) ;;
+    */../*) say "keeping $1: install.sh makes no such path" ;;
+    .deno | vendor) rm -rf "${framework:?}/$1" ;;
+    bin/) rmdir "$bin" 2>/dev/null || : ;;
+    bin/*) rm -f "${framework:?}/$1" ;;
+    /*/)
+      # Somebody else may have put something into the folder.
+      rmdir "${1%/}" 2>/dev/null || :
+      ;;
+    /*) if is_our_link "$1"; then rm -f "$1"; elif [ -e "$1" ]; then say "keeping $1: it is no link of ours"; fi ;;
+    *) say "keeping $1: install.sh makes no such path" ;;
+  esac
+}
+
+# Puts the deepest paths first, so that folders are empty when their turn comes.
+deepest_first() {
+  awk -F/ '{ print NF, $0 }' | sort -k 1,1nr | cut -d ' ' -f 2-
+}
+
+uninstall() {
+  if [ ! -f "$receipt" ]; then
+    say 'nothing to uninstall: there is no .install-receipt.json here'
+    return 0
+  fi
+  [ "$(receipt_field schema_version)" = 1 ] ||
+    die "Cannot read \"$receipt\"" 'mend it, or run install.sh again, which writes it anew'
+  if [ "$dry_run" = yes ]; then
+    echo "install.sh --uninstall would remove from $framework:"
+    list_loops | sed 's/^/  the schedule of loop /'
+    [ "$purge" = no ] || receipt_list paths | sed -n 's/^\.automaton$/  .automaton, with all tasks, loops and logs/p'
+    receipt_list paths | grep -Fvx .automaton | sed 's/^/  /'
+    return 0
+  fi
+  check_framework
+  begin
+  for loop in $(list_loops); do
+    unschedule "$loop"
+  done
+  [ "$purge" = no ] || purge_automaton
+  remove_new_programs
+  receipt_list paths | deepest_first | while IFS= read -r path; do
+    remove_path "$path"
+  done
+  rm -f "$receipt"
+  [ ! -d "$automaton" ] || say "tasks and loops stay in $automaton"
+  say 'Automaton is uninstalled; the checkout itself stays'
+}
+
+main() {
+  tool=install
+  find_framework
+  # shellcheck source=lib/common.sh
+  . "$framework/lib/common.sh"
+  # shellcheck source=lib/build.sh
+  . "$framework/lib/build.sh"
+  parse_options "$@"
+  if [ "$mode" = demo ]; then
+    exec sh "$framework/lib/demo.sh" "$demo_dir"
+  fi
+  leave_loops_alone
+  bin=$framework/bin automaton=$framework/.automaton exe=
+  case $(uname -s) in
+    MINGW* | MSYS* | CYGWIN*) exe=.exe ;;
+  esac
+  version=$(sed -n 's/^version: *//p' "$framework/config.md")
+  case $mode in
+    install) install ;;
+    uninstall) uninstall ;;
+  esac
 }
 
 {

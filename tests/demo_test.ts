@@ -329,9 +329,9 @@ Deno.test("install.sh --demo says so when git is missing", async () => {
 Deno.test("install.sh refuses calls that it does not know", async () => {
   await withPlace(async (place) => {
     const cases: [string[], string][] = [
-      [[], 'Cannot install "everything"'],
-      [["--dem"], 'Cannot use option "--dem": known are --demo and --help'],
-      [["--uninstall"], 'Cannot use option "--uninstall": this version only has --demo'],
+      [["--dem"], 'Cannot use option "--dem": there is no such option'],
+      [["--demo", "--uninstall"], 'Cannot use option "--demo" with "--uninstall"'],
+      [["--demo", "--no-loop"], 'Cannot use option "--no-loop" with "--demo"'],
       [["--demo", ""], 'Cannot use option "--demo": its folder is empty'],
       [["--demo", "a", "b"], 'Cannot use option "b"'],
     ];

@@ -540,16 +540,25 @@ Deno.test("loops are listed with what a person wants to know", async (t) => {
     writeFile(join(scratch.project, ".automaton/loops/d-only-logs/.state.log"), "");
     const { stdout } = await status(scratch, ["--loop-list"]);
     const [header, ...rows] = stdout.trimEnd().split("\n").map((line) => line.split(/ {2,}/));
-    assertEquals(header, ["LOOP", "STATUS", "TICKS", "SCORES", "TASK", "LAST WAKE"]);
+    assertEquals(header, [
+      "LOOP",
+      "STATUS",
+      "TICKS",
+      "SCORES",
+      "TASK",
+      "SCHEDULE",
+      "LAST WAKE",
+    ]);
     assertEquals(rows[0], [
       "a-halted",
       "halted (drift_detected)",
       "12",
       "0.40 0.75",
       "one",
+      "-",
       "3 days ago",
     ]);
-    assertEquals(rows[1], ["b-woken", "running", "0", "-", "-", "10 min ago"]);
+    assertEquals(rows[1], ["b-woken", "running", "0", "-", "-", "-", "10 min ago"]);
     assertEquals(rows[2]?.slice(0, 2), ["c-broken", "broken"]);
     assertMatch(`${rows[2]?.at(-1)}`, /it is empty$/);
     assertEquals(rows.length, 3);

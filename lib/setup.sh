@@ -319,9 +319,14 @@ take_lock() {
   while ! mkdir "$lock" 2>/dev/null; do
     [ -d "$lock" ] || die "Cannot make folder \"$lock\""
     owner=$(cat "$lock/pid" 2>/dev/null) || owner=
-    if [ "$waited" -ge "$LOCK_WAIT_SECONDS" ] ||
-      { [ -n "$owner" ] && ! kill -0 "$owner" 2>/dev/null; }; then
-      say "taking over from a setup that did not end"
+    reason=
+    if [ -n "$owner" ] && ! kill -0 "$owner" 2>/dev/null; then
+      reason="which is gone"
+    elif [ "$waited" -ge "$LOCK_WAIT_SECONDS" ]; then
+      reason="which has been running for $waited seconds"
+    fi
+    if [ -n "$reason" ]; then
+      say "taking over from setup ${owner:-(unknown)}, $reason"
       rm -rf "$lock"
       continue
     fi

@@ -121,7 +121,8 @@ record() {
 read_receipt() {
   form=$(receipt_field form) stamp=$(receipt_field build)
   paths=$(receipt_list paths) schedules=$(receipt_list schedules)
-  loop_wanted=$(receipt_field loop_wanted)
+  loop_wanted=$(receipt_field loop_wanted) schedule_wanted=$(receipt_field schedule_wanted)
+  : "${loop_wanted:=true}" "${schedule_wanted:=true}"
 }
 
 save_receipt() {
@@ -131,7 +132,8 @@ save_receipt() {
     printf '  "framework": %s,\n' "$(json_text "$framework")"
     printf '  "form": %s,\n' "$(json_text "$form")"
     printf '  "build": %s,\n' "$(json_text "$stamp")"
-    printf '  "loop_wanted": %s,\n' "${loop_wanted:-true}"
+    printf '  "loop_wanted": %s,\n' "$loop_wanted"
+    printf '  "schedule_wanted": %s,\n' "$schedule_wanted"
     json_list paths "$paths"
     printf ',\n'
     json_list schedules "$schedules"
@@ -290,25 +292,27 @@ write_context() {
 # Every version so far writes schema 1. One that changes it brings older states up to date here.
 check_states() {
   [ -d "$automaton" ] || return 0
-  find "$automaton" -name worktree -prune -o \( -name .state -o -name .state.loop \) -type f -print |
+  find "$automaton" -name worktree -prune -o \( -name .state -o -name .state.loop \) -type f -print | {
+    count=0
     while IFS= read -r file; do
       schema=$(sed -n 's/.*"schema_version": *\([0-9]\{1,\}\).*/\1/p' "$file" | head -n 1)
       case $schema in
-        1) ;;
-        '') say "the state \"$file\" names no schema version: it is left as it is" ;;
-        *) say "the state \"$file\" is of schema $schema, which this version does not know: it is left as it is" ;;
+        1) count=$((count + 1)) ;;
+        '') say "\"$file\" names no schema version: it is left as it is" ;;
+        *) say "\"$file\" is of schema $schema, which this version does not know: it is left as it is" ;;
       esac
     done
-  say 'the states of tasks and loops need no change'
+    [ "$count" -eq 0 ] || say "states of tasks and loops that need no change: $count"
+  }
 }
 
 make_loop() {
   loop_dir=$automaton/loops/$LOOP
-  loop_wanted=true
-  [ "$want_loop" = yes ] || {
+  if [ "$want_loop" = no ]; then
     [ -d "$loop_dir" ] || loop_wanted=false
-    return 0
-  }
+    return
+  fi
+  loop_wanted=true
   if [ -d "$loop_dir" ]; then
     say "the loop $LOOP is there already"
     return 0
@@ -316,12 +320,17 @@ make_loop() {
   make_automaton
   program status --create-loop "$LOOP" --from-template "$LOOP" >&2 || {
     say "the loop $LOOP could not be made; everything else goes on"
-    hint "$(shown status) --create-loop $LOOP --from-template $LOOP"
+    hint "$(shown status) --create-loop $LOOP --from-template $LOOP --project $(quote "$framework")"
   }
 }
 
 make_schedule() {
-  [ "$want_loop$want_schedule" = yesyes ] && [ -d "$loop_dir" ] || return 0
+  if [ "$want_schedule" = no ]; then
+    [ -f "$loop_dir/schedule.json" ] || schedule_wanted=false
+    return
+  fi
+  schedule_wanted=true
+  [ "$want_loop" = yes ] && [ -d "$loop_dir" ] || return 0
   # A schedule leads to the checkout, so one that was moved needs it anew.
   if [ -f "$loop_dir/schedule.json" ] && [ "$moved" = no ]; then
     say "the loop $LOOP has a schedule already"
@@ -376,9 +385,18 @@ Automaton $version is installed in $framework
 
 To try next:
   $(quote "$framework/install.sh") --demo
-  $(shown status) --loop-list --project $(quote "$framework")
-  $(shown loop-runner) --mode tick --loop $LOOP --dry-run --project $(quote "$framework")
+  $(shown status) --help
+  $(next_command)
 END
+}
+
+# What to look at once the programs are there: the loop's next tick, or how to make a loop.
+next_command() {
+  if [ -d "$loop_dir" ]; then
+    echo "$(shown loop-runner) --mode tick --loop $LOOP --dry-run --project $(quote "$framework")"
+  else
+    echo "$(shown status) --create-loop NAME --from-template ci-triage --project DIR"
+  fi
 }
 
 # --- Modes ---
@@ -419,8 +437,7 @@ install() {
   read_receipt
   begin
   record .deno vendor
-  # Deno's cache would otherwise grow in the home folder.
-  export DENO_DIR="${DENO_DIR:-$framework/.deno/cache}" DENO_NO_UPDATE_CHECK=1 NO_COLOR=1
+  keep_cache_here
   deno=$(sh "$framework/lib/setup.sh") ||
     die 'Cannot make Deno ready: see above' 'name a Deno 2.6 or newer: AUTOMATON_DENO=/path/to/deno ./install.sh'
   record bin/loop-runner"$exe" bin/status"$exe" bin/vram-detect"$exe" bin/
@@ -502,7 +519,9 @@ uninstall() {
     die "Cannot read \"$receipt\"" 'mend it, or run install.sh again, which writes it anew'
   if [ "$dry_run" = yes ]; then
     echo "install.sh --uninstall would remove from $framework:"
-    list_loops | sed 's/^/  the schedule of loop /'
+    for loop in $(list_loops); do
+      [ ! -f "$automaton/loops/$loop/schedule.json" ] || echo "  the schedule of loop $loop"
+    done
     [ "$purge" = no ] || receipt_list paths | sed -n 's/^\.automaton$/  .automaton, with all tasks, loops and logs/p'
     receipt_list paths | grep -Fvx .automaton | sed 's/^/  /'
     return 0
@@ -518,8 +537,8 @@ uninstall() {
     remove_path "$path"
   done
   rm -f "$receipt"
-  [ ! -d "$automaton" ] || say "tasks and loops stay in $automaton"
   say 'Automaton is uninstalled; the checkout itself stays'
+  [ ! -d "$automaton" ] || say "tasks and loops stay in $automaton"
 }
 
 main() {

@@ -39,8 +39,8 @@ can_have_base() {
     reason="DENORT_BIN names \"$DENORT_BIN\", which is no file"
     return 1
   fi
-  version=$("$compiler" --version </dev/null | sed -n '1s/^deno \([0-9.]*\).*/\1/p')
-  for base in "${DENO_DIR:?}/dl/release/v$version"/denort-*; do
+  deno_version=$("$compiler" --version </dev/null | sed -n '1s/^deno \([0-9.]*\).*/\1/p')
+  for base in "${DENO_DIR:?}/dl/release/v$deno_version"/denort-*; do
     [ ! -f "$base" ] || return 0
   done
   # Asked first, since a firewall that swallows packets would have compile wait for minutes.
@@ -72,7 +72,7 @@ compile_programs() {
   can_have_base || return 1
   for name in $PROGRAMS; do
     say "compiling $name"
-    bounded "$COMPILE_SECONDS" "$compiler" compile -q -P="$name" --deny-import --no-prompt --no-check \
+    bounded "$COMPILE_SECONDS" env NO_COLOR=1 "$compiler" compile -q -P="$name" --deny-import --no-prompt --no-check \
       --no-code-cache --output "$(new_program "$name")" "${framework:?}/scripts/$name.ts" >"$bin/.log" 2>&1 || {
       reason="\"deno compile\" failed on $name: $(last_cause)"
       return 1
@@ -118,7 +118,7 @@ put_in_place() {
 build_stamp() {
   {
     "$compiler" --version
-    ls -ln "${DENORT_BIN:-$compiler}"
+    ls -ln "${DENORT_BIN:-$compiler}" 2>/dev/null || :
     cat "$framework"/scripts/*.ts "$framework/deno.json" "$framework/lib/build.sh"
     find "$framework/vendor/jsr.io" -type f -name '*.ts' -exec cat {} +
   } | cksum

@@ -91,6 +91,11 @@ leave_loops_alone() {
   unset AUTOMATON_HOME AUTOMATON_PROJECT AUTOMATON_TASK AUTOMATON_OP_FILE AUTOMATON_NO_LOOP_LOCK
 }
 
+# Deno's cache would otherwise grow in the home folder.
+keep_cache_here() {
+  export DENO_DIR="${DENO_DIR:-$framework/.deno/cache}" DENO_NO_UPDATE_CHECK=1
+}
+
 # --- Receipt ---
 # .install-receipt.json, one value a line, so that sh can read back what it wrote. `paths` holds what lies
 # outside git, relative to the checkout or, for links and their folders, absolute; a folder that is only

@@ -654,26 +654,40 @@ export function readModels(projectDir: string, frameworkDir: string): ModelsFile
  * any point the file holds the old content or the new.
  */
 export function writeFileAtomic(path: string, text: string): void {
-  const temporary = join(dirname(path), `.${basename(path)}.tmp-${Deno.pid}`);
+  replaceFiles([path], text);
+}
+
+/** Gives files of one folder the same content; where there is no room for all of them none changes. */
+function replaceFiles(paths: readonly string[], text: string): void {
+  const pairs = paths.map((path) => ({
+    path,
+    temporary: join(dirname(path), `.${basename(path)}.tmp-${Deno.pid}`),
+  }));
   try {
-    const file = Deno.openSync(temporary, { write: true, create: true, truncate: true });
-    try {
-      const bytes = new TextEncoder().encode(text);
-      for (let done = 0; done < bytes.length;) done += file.writeSync(bytes.subarray(done));
-      file.syncSync();
-    } finally {
-      file.close();
-    }
-    Deno.renameSync(temporary, path);
+    for (const { temporary } of pairs) writeSynced(temporary, text);
+    for (const { path, temporary } of pairs) Deno.renameSync(temporary, path);
   } catch (error) {
-    try {
-      Deno.removeSync(temporary);
-    } catch {
-      // Nothing was left behind; the first error is the one to tell.
+    for (const { temporary } of pairs) {
+      try {
+        Deno.removeSync(temporary);
+      } catch {
+        // Nothing was left behind; the first error is the one to tell.
+      }
     }
     throw error;
   }
-  syncDirectory(dirname(path));
+  syncDirectory(dirname(paths[0]!));
+}
+
+function writeSynced(path: string, text: string): void {
+  const file = Deno.openSync(path, { write: true, create: true, truncate: true });
+  try {
+    const bytes = new TextEncoder().encode(text);
+    for (let done = 0; done < bytes.length;) done += file.writeSync(bytes.subarray(done));
+    file.syncSync();
+  } finally {
+    file.close();
+  }
 }
 
 /** Makes a rename in a folder durable where the platform can (Windows opens no folders). */
@@ -694,9 +708,7 @@ export function syncDirectory(path: string): void {
  * it is never older than the state: counters that are restored from it do not go back.
  */
 export function saveState(path: string, state: Readonly<Record<string, unknown>>): void {
-  const text = `${JSON.stringify(state, null, 2)}\n`;
-  writeFileAtomic(`${path}.bak`, text);
-  writeFileAtomic(path, text);
+  replaceFiles([`${path}.bak`, path], `${JSON.stringify(state, null, 2)}\n`);
 }
 // #endregion shared:save
 

@@ -3536,22 +3536,22 @@ function printForeignUnit(
   const path = scheduler === "kubernetes"
     ? `${nameCronJob(loop)}.yaml`
     : `.github/workflows/automaton-loop-${loop}.yml`;
-  return answerDryRun(job, scheduler, [{ path, content }]);
+  return answerDryRun(job, scheduler, { units: [{ path, content }], others: [] });
 }
 
 function printUnits(job: ScheduleJob, scheduler: Scheduler, host: SchedulerHost): Answer {
-  const files = DRIVERS[scheduler].render(job, host);
-  if (scheduler !== "schtasks") {
-    files.push({ path: job.script, content: renderTickScript(job) });
-  }
-  return answerDryRun(job, scheduler, files);
+  const script = { path: job.script, content: renderTickScript(job) };
+  return answerDryRun(job, scheduler, {
+    units: DRIVERS[scheduler].render(job, host),
+    others: scheduler === "schtasks" ? [] : [script],
+  });
 }
 
-/** Shows files: one alone as it is, so that it can be piped on; several with their names. */
+/** Shows units: one alone as it is, so that it can be piped on; several with their names. */
 function answerDryRun(
   { loop, plan, unit }: ScheduleJob,
   scheduler: Scheduler | PrintedScheduler,
-  files: readonly UnitFile[],
+  { units, others }: { units: readonly UnitFile[]; others: readonly UnitFile[] },
 ): Answer {
   const json = {
     ok: true,
@@ -3562,11 +3562,11 @@ function answerDryRun(
     exact: plan.isExact,
     period_seconds: plan.periodMin * 60,
     unit,
-    files,
+    files: [...units, ...others],
   };
-  const texts = files.length === 1
-    ? [files[0]!.content]
-    : files.map(({ path, content }) => `# ${path}\n${content}`);
+  const texts = units.length === 1
+    ? [units[0]!.content]
+    : units.map(({ path, content }) => `# ${path}\n${content}`);
   return { json, text: texts.join("\n").trimEnd() };
 }
 
@@ -5298,7 +5298,7 @@ async function checkDisk(project: string, host: SchedulerHost): Promise<DoctorCh
   return complaint("disk space", mebibytes < FULL_DISK_MIB, words, "make room");
 }
 
-function renderChecks(checks: readonly DoctorCheck[]): string {
+function renderDiagnosis(checks: readonly DoctorCheck[]): string {
   const rows = checks.map(({ status, name, message }) => [status, name, message]);
   const lines = renderTable(rows).trimEnd().split("\n");
   return checks.map(({ hint }, index) =>
@@ -5327,7 +5327,7 @@ async function runDoctor(invocation: Invocation): Promise<Answer> {
     await checkDisk(project, host),
   );
   const ok = checks.every(({ status }) => status !== "failure");
-  return { json: { ok, project, checks }, text: renderChecks(checks), exitCode: ok ? 0 : 1 };
+  return { json: { ok, project, checks }, text: renderDiagnosis(checks), exitCode: ok ? 0 : 1 };
 }
 
 // --- Command table ---

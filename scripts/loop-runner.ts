@@ -8,9 +8,10 @@
  * Writes the loop's `.state.loop`, `.state.log`, `.state.lock`, `outputs/` and `worktree/`, and a
  * missing phase document of the task. Rules of the pipeline are `status`'s, which is asked each time.
  *
- * Environment: AUTOMATON_HOME (framework), AUTOMATON_PROJECT (project). A harness gets AUTOMATON_HOME,
- * AUTOMATON_PROJECT, AUTOMATON_LOOP, AUTOMATON_ROLE, AUTOMATON_TASK, AUTOMATON_OP_FILE,
- * AUTOMATON_RUN_ID and PWD.
+ * Environment: AUTOMATON_HOME (framework), AUTOMATON_PROJECT (project), AUTOMATON_DUE_INTERVAL_S and
+ * AUTOMATON_DUE_PERIOD_S (set by a schedule that wakes the loop more often than it ticks). A harness
+ * gets AUTOMATON_HOME, AUTOMATON_PROJECT, AUTOMATON_LOOP, AUTOMATON_ROLE, AUTOMATON_TASK,
+ * AUTOMATON_OP_FILE, AUTOMATON_RUN_ID and PWD.
  *
  * Permissions: read, write and run (a loop may name any project and any agent), env (an agent gets the
  * person's environment, less what loop.json takes away), sys (the host's name). No network.
@@ -44,6 +45,7 @@ export const SKIP_REASONS = [
   "harness_failed",
   "harness_timeout",
   "context_floor",
+  "not_due",
 ] as const;
 
 /** Characters that count as one token when a prompt is fitted: an estimate, since models differ. */
@@ -102,6 +104,13 @@ const DEFAULT_PROMPTS: Readonly<Record<RoleName, string>> = {
 };
 
 // --- Types ---
+
+/** A schedule's wakes come every period, its ticks after each interval. */
+export interface DueCheck {
+  readonly intervalMs: number;
+  /** Divides an hour. */
+  readonly periodMs: number;
+}
 
 /** One of SKIP_REASONS. */
 export type SkipReason = typeof SKIP_REASONS[number];
@@ -1315,6 +1324,33 @@ export function slugify(text: string): string | null {
   const plain = text.normalize("NFKD").toLowerCase().replace(/[^a-z0-9]+/g, "-");
   const slug = plain.replace(/^-+/, "").slice(0, 63).replace(/-+$/, "");
   return NAME_PATTERN.test(slug) ? slug : null;
+}
+
+/**
+ * The slot of a wake when it is due for a tick. Slots are the schedule's own times, so that a wake that
+ * comes some seconds late does not shift those after it.
+ *
+ * @param lastSlotMs The slot of the last tick; null before the first. One in the future counts for nothing.
+ * @param zoneOffsetMs By how much local time, by which calendars fire, is ahead of UTC.
+ * @returns Milliseconds since the epoch, or null when the tick is not due yet.
+ *
+ * @example
+ * ```ts
+ * import { findDueSlot } from "./loop-runner.ts";
+ * const check = { intervalMs: 90_000, periodMs: 60_000 };
+ * const wake = { nowMs: 121_000, lastSlotMs: 60_000, zoneOffsetMs: 0 };
+ * if (findDueSlot(check, wake) !== null) throw new Error("60 s is too early");
+ * ```
+ */
+export function findDueSlot(
+  { intervalMs, periodMs }: DueCheck,
+  wake: { nowMs: number; lastSlotMs: number | null; zoneOffsetMs: number },
+): number | null {
+  const localSlot = Math.round((wake.nowMs + wake.zoneOffsetMs) / periodMs) * periodMs;
+  const slotMs = localSlot - wake.zoneOffsetMs;
+  const { lastSlotMs } = wake;
+  const isDue = lastSlotMs === null || lastSlotMs > slotMs || slotMs >= lastSlotMs + intervalMs;
+  return isDue ? slotMs : null;
 }
 
 /** Quotes words for sh, so that a harness can paste them as one command line. */
@@ -3518,6 +3554,8 @@ interface TickOptions {
   readonly loop: string;
   readonly isDryRun: boolean;
   readonly stop: StopSignal;
+  /** Present where a schedule wakes the loop more often than it ticks. */
+  readonly due?: DueCheck;
 }
 
 function makeSummary({ loop, project }: TickOptions): Summary {
@@ -3570,13 +3608,20 @@ export async function runTick(options: TickOptions): Promise<Summary> {
       );
       return summary;
     }
+    const slot = findOwnSlot(dir, options.due);
+    if (slot === null) {
+      skip("not_due", true, "the interval since the last tick is not over yet");
+      return summary;
+    }
     const lock = await acquireLock(join(dir, ".state.lock"), 0);
     if (lock === null) {
       skip("tick_in_progress", true, describeRunningTick(dir));
       return summary;
     }
     try {
-      await runLockedTick(options, { dir, lock, summary });
+      rotateScheduleLog(dir);
+      await runLockedTick(options, { dir, lock, summary, slot });
+      if (!options.isDryRun) noteSlot(dir, slot);
     } finally {
       lock.close();
     }
@@ -3588,6 +3633,37 @@ export async function runTick(options: TickOptions): Promise<Summary> {
   return summary;
 }
 
+/** The slot of this wake as a time; null when it is not due, undefined where nothing has to be checked. */
+function findOwnSlot(dir: string, due: DueCheck | undefined): string | null | undefined {
+  if (due === undefined) return undefined;
+  const lastSlot = readStateOrNull(dir)?.last_slot ?? null;
+  const nowMs = Date.now();
+  const slotMs = findDueSlot(due, {
+    nowMs,
+    lastSlotMs: lastSlot === null ? null : Date.parse(lastSlot),
+    zoneOffsetMs: -new Date(nowMs).getTimezoneOffset() * 60_000,
+  });
+  return slotMs === null ? null : new Date(slotMs).toISOString();
+}
+
+/** Notes the slot of a tick that ended without its one save, or it would be due again at each wake. */
+function noteSlot(dir: string, slot: string | undefined): void {
+  if (slot === undefined) return;
+  const state = readStateOrNull(dir);
+  if (state === null || state.last_slot === slot) return;
+  saveState(join(dir, ".state.loop"), { ...state, last_slot: slot });
+}
+
+/** The log that cron and launchd write of what ticks print is kept as short as the loop's own. */
+function rotateScheduleLog(dir: string): void {
+  const path = join(dir, "schedule.log");
+  try {
+    if (Deno.lstatSync(path).size > LOG_LIMIT_BYTES) rotateLog(path);
+  } catch (error) {
+    if (!(error instanceof Deno.errors.NotFound)) throw error;
+  }
+}
+
 function describeRunningTick(dir: string): string {
   const note = readLockNote(join(dir, ".state.lock"));
   return note === null || note.run_id === null
@@ -3597,7 +3673,12 @@ function describeRunningTick(dir: string): string {
 
 async function runLockedTick(
   options: TickOptions,
-  { dir, lock, summary }: { dir: string; lock: Deno.FsFile; summary: Summary },
+  { dir, lock, summary, slot }: {
+    dir: string;
+    lock: Deno.FsFile;
+    summary: Summary;
+    slot: string | undefined;
+  },
 ): Promise<void> {
   const { framework, project, loop, isDryRun } = options;
   const runId = crypto.randomUUID();
@@ -3613,6 +3694,7 @@ async function runLockedTick(
     await timed(summary, "gate", () => passGate(shell));
     const statePath = join(dir, ".state.loop");
     const state = parseLoopState(Deno.readTextFileSync(statePath), statePath);
+    if (slot !== undefined) state.last_slot = slot;
     const configPath = join(dir, "loop.json");
     const { config, warnings } = parseLoopConfig(Deno.readTextFileSync(configPath), configPath);
     tick = {
@@ -3724,6 +3806,15 @@ function sleepUnlessStopped(milliseconds: number, stop: StopSignal): Promise<voi
   });
 }
 
+/** Takes what a schedule says about its wakes out of the environment, where agents would inherit it. */
+function takeDueCheck(): { due?: DueCheck } {
+  const names = ["AUTOMATON_DUE_INTERVAL_S", "AUTOMATON_DUE_PERIOD_S"];
+  const [intervalS, periodS] = names.map((name) => Number(readEnv(name) ?? NaN));
+  for (const name of names) Deno.env.delete(name);
+  if (!(intervalS! > 0 && periodS! > 0)) return {};
+  return { due: { intervalMs: intervalS! * 1000, periodMs: periodS! * 1000 } };
+}
+
 function listenForSignals(stop: StopSignal): void {
   for (const signal of ["SIGINT", "SIGTERM"] as const) {
     if (signal === "SIGTERM" && Deno.build.os === "windows") continue;
@@ -3806,6 +3897,7 @@ export async function runLoopRunner(args: readonly string[]): Promise<number> {
     const maxTicks = readWholeNumber(given, "max-iterations", { min: 1, max: 1_000_000_000 }) ??
       Infinity;
     clearGitEnvironment();
+    const due = takeDueCheck();
     const flag = given.get("project");
     const project = findProjectDir(flag === undefined ? undefined : `${flag}`, false);
     const stop: StopSignal = { signal: null, wake: new Set() };
@@ -3818,13 +3910,11 @@ export async function runLoopRunner(args: readonly string[]): Promise<number> {
       } else console.log(`${loop}: daemon stopped after ${ticks} tick(s) (${endedBy})`);
       return 0;
     }
-    const summary = await runTick(options);
+    const summary = await runTick({ ...options, ...due });
     for (const warning of summary.warnings) console.error(`warning: ${warning}`);
-    console.log(
-      given.has("json")
-        ? JSON.stringify({ schema_version: 1, ...summary })
-        : renderSummary(summary),
-    );
+    if (given.has("json")) console.log(JSON.stringify({ schema_version: 1, ...summary }));
+    // A line at each wake that is no tick would fill the schedule's log.
+    else if (summary.reason !== "not_due") console.log(renderSummary(summary));
     return stop.signal === null ? 0 : stop.signal === "SIGINT" ? 130 : 143;
   } catch (error) {
     return reportFailure(error, "loop-runner", args);

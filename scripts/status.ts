@@ -4451,6 +4451,7 @@ async function checkGate(invocation: Invocation, dir: string, isDryRun: boolean)
   if (!isDryRun) honourPauseRequest(dir, state);
   if (!isDryRun && state.status !== "running") await switchSchedule(dir, "pause");
   const config = readLoopConfig(dir);
+  if (!isDryRun) settleKilledTick(project, { dir, state, config });
   const taskName = optionalText(invocation, "task") ?? state.current_task;
   if (taskName !== null) checkName("task", taskName);
   const allowed = config.brakes?.max_iterations ?? LOOP_DEFAULTS.maxIterations;
@@ -4469,6 +4470,22 @@ async function checkGate(invocation: Invocation, dir: string, isDryRun: boolean)
     Object.assign(state, { status: "halted", halt_reason: trip.haltReason });
   } else if (trip !== null) await haltLoop(subject.invocation, dir, { state, trip });
   return answerGate(basename(dir), subject, trip);
+}
+
+/**
+ * Lets go of the current task where a tick of this loop brought it to its end and was killed before its
+ * save. A task that somebody else has moved there is one to stop at.
+ */
+function settleKilledTick(project: string, { dir, state, config }: LoopFiles): void {
+  if (state.status !== "running" || state.current_task === null) return;
+  const task = readTaskOrNull(project, state.current_task);
+  if (task?.phase !== "complete" && task?.phase !== WAITING_PHASE) return;
+  if (task.history.at(-1)?.by.split("/")[0] !== `loop:${basename(dir)}`) return;
+  const kind = config.work_source?.kind ?? "single";
+  state.current_task = null;
+  if (task.phase === "complete" && !["audit", "backlog"].includes(kind)) state.status = "complete";
+  saveLoopState(dir, state);
+  logEvent(dir, "WARNING", "TASK_RELEASED", { task: task.name, phase: task.phase });
 }
 
 async function findTrip(subject: GateSubject): Promise<GateTrip | null> {

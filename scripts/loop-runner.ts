@@ -1400,114 +1400,127 @@ interface VerdictCandidate {
   readonly isFenced: boolean;
 }
 
-type ReadResult =
-  | { readonly value: unknown; readonly end: number }
-  | { readonly value: undefined; readonly end: number; readonly isCutOff: boolean };
+/** What a reader returns where the text does not go on as JSON does. */
+const BROKEN = Symbol("broken");
 
-/** Reads one JSON object, with trailing commas and bare NaN and Infinity, at a `{`. */
-function readObject(text: string, start: number): ReadResult {
-  let at = start;
-  let isCutOff = false;
-  const fail = Symbol("fail");
+/** Bare words of JSON, and those of other languages that models write in it. */
+const WORDS: ReadonlyMap<string, unknown> = new Map<string, unknown>([
+  ["true", true],
+  ["false", false],
+  ["null", null],
+  ["NaN", NaN],
+  ["Infinity", Infinity],
+  ["-Infinity", -Infinity],
+]);
 
-  function skipSpace(): void {
-    while (at < text.length && " \t\n\r".includes(text[at]!)) at++;
-  }
-  function stop(): typeof fail {
-    isCutOff = at >= text.length;
-    return fail;
-  }
-  function readString(): string | typeof fail {
-    const from = at++;
-    for (; at < text.length; at++) {
-      const code = text.charCodeAt(at);
-      if (code < 0x20) return stop();
-      if (code === 0x5c) at++;
-      else if (code === 0x22) {
-        at++;
-        try {
-          return JSON.parse(text.slice(from, at));
-        } catch {
-          return stop(); // An escape that JSON does not have.
-        }
-      }
-    }
-    return stop();
-  }
-  function readWord(): unknown {
-    const word = /[-+.\w]*/y;
-    word.lastIndex = at;
-    const found = word.exec(text)![0];
-    const known: Record<string, unknown> = {
-      true: true,
-      false: false,
-      null: null,
-      NaN: NaN,
-      Infinity: Infinity,
-      "-Infinity": -Infinity,
+/**
+ * Reads JSON objects that stand somewhere in a text, with trailing commas and WORDS. Where an object
+ * breaks off, the next one is looked for from there, so that the whole takes linear time.
+ */
+class ObjectReader {
+  /** Objects with a `pass`, the outermost of those within each other; also those in a broken object. */
+  readonly found: Record<string, unknown>[] = [];
+  #at = 0;
+
+  constructor(readonly text: string) {}
+
+  /**
+   * Reads the object at a `{`.
+   *
+   * @returns Where it ended or broke off, and whether the text ended within it.
+   */
+  read(start: number): { end: number; isCutOff: boolean } {
+    this.#at = start;
+    const isBroken = this.#readValue(0) === BROKEN;
+    return {
+      end: Math.max(this.#at, start + 1),
+      isCutOff: isBroken && this.#at >= this.text.length,
     };
-    const isNumber = /^-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?$/.test(found);
-    if (!isNumber && !Object.hasOwn(known, found)) {
-      if (at + found.length >= text.length) at = text.length;
-      return stop();
-    }
-    at += found.length;
-    return isNumber ? Number(found) : known[found];
   }
-  function readList(depth: number): unknown {
-    const items: unknown[] = [];
-    for (at++;; at++) {
-      skipSpace();
-      if (text[at] === "]") break;
-      const item = readValue(depth);
-      if (item === fail) return fail;
-      items.push(item);
-      skipSpace();
-      if (text[at] === "]") break;
-      if (text[at] !== ",") return stop();
-    }
-    at++;
-    return items;
+
+  #skipSpace(): string | undefined {
+    while (this.#at < this.text.length && " \t\n\r".includes(this.text[this.#at]!)) this.#at++;
+    return this.text[this.#at];
   }
-  function readFields(depth: number): unknown {
+
+  #readValue(depth: number): unknown {
+    const first = this.#skipSpace();
+    if (depth > MAX_DEPTH) return BROKEN;
+    if (first === "{") return this.#readObject(depth + 1);
+    if (first === "[") return this.#readList(depth + 1);
+    return first === '"' ? this.#readString() : this.#readWord();
+  }
+
+  #readObject(depth: number): unknown {
+    const foundBefore = this.found.length;
     const fields: Record<string, unknown> = Object.create(null);
-    for (at++;; at++) {
-      skipSpace();
-      if (text[at] === "}") break;
-      if (text[at] !== '"') return stop();
-      const key = readString();
-      if (key === fail) return fail;
-      skipSpace();
-      if (text[at] !== ":") return stop();
-      at++;
-      const value = readValue(depth);
-      if (value === fail) return fail;
-      fields[key] = value;
-      skipSpace();
-      if (text[at] === "}") break;
-      if (text[at] !== ",") return stop();
+    const isWhole = this.#readItems("}", () => {
+      if (this.text[this.#at] !== '"') return false;
+      const key = this.#readString();
+      if (key === BROKEN || this.#skipSpace() !== ":") return false;
+      this.#at++;
+      const value = this.#readValue(depth);
+      fields[key as string] = value;
+      return value !== BROKEN;
+    });
+    if (!isWhole) return BROKEN;
+    if (Object.hasOwn(fields, "pass")) {
+      this.found.length = foundBefore;
+      this.found.push(fields);
     }
-    at++;
     return fields;
   }
-  function readValue(depth: number): unknown {
-    skipSpace();
-    if (depth > MAX_DEPTH) return stop();
-    if (text[at] === "{") return readFields(depth + 1);
-    if (text[at] === "[") return readList(depth + 1);
-    return text[at] === '"' ? readString() : readWord();
+
+  #readList(depth: number): unknown {
+    const items: unknown[] = [];
+    const isWhole = this.#readItems("]", () => {
+      const item = this.#readValue(depth);
+      items.push(item);
+      return item !== BROKEN;
+    });
+    return isWhole ? items : BROKEN;
   }
 
-  const value = readValue(0);
-  if (value === fail) return { value: undefined, end: Math.max(at, start + 1), isCutOff };
-  return { value, end: at };
-}
+  /** Reads what stands between brackets, a comma after each but perhaps the last. */
+  #readItems(close: string, readItem: () => boolean): boolean {
+    do {
+      this.#at++;
+      if (this.#skipSpace() === close) break;
+      if (!readItem()) return false;
+    } while (this.#skipSpace() === ",");
+    if (this.text[this.#at] !== close) return false;
+    this.#at++;
+    return true;
+  }
 
-/** Objects with a `pass` in a value: the value itself, else those within it. */
-function listWithPass(value: unknown): Record<string, unknown>[] {
-  if (Array.isArray(value)) return value.flatMap(listWithPass);
-  if (!isRecord(value)) return [];
-  return Object.hasOwn(value, "pass") ? [value] : Object.values(value).flatMap(listWithPass);
+  #readString(): string | typeof BROKEN {
+    const from = this.#at++;
+    for (; this.#at < this.text.length; this.#at++) {
+      const code = this.text.charCodeAt(this.#at);
+      if (code < 0x20) return BROKEN;
+      if (code === 0x5c) this.#at++;
+      if (code !== 0x22) continue;
+      this.#at++;
+      try {
+        return JSON.parse(this.text.slice(from, this.#at));
+      } catch {
+        return BROKEN; // An escape that JSON does not have.
+      }
+    }
+    return BROKEN;
+  }
+
+  #readWord(): unknown {
+    const expression = /[-+.\w]*/y;
+    expression.lastIndex = this.#at;
+    const word = expression.exec(this.text)![0];
+    const isNumber = /^-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?$/.test(word);
+    const isKnown = isNumber || WORDS.has(word);
+    const isLast = this.#at + word.length >= this.text.length;
+    // An unknown word at the very end may be half of a known one.
+    if (isKnown || isLast) this.#at += word.length;
+    return isNumber ? Number(word) : isKnown ? WORDS.get(word) : BROKEN;
+  }
 }
 
 /**
@@ -1515,17 +1528,22 @@ function listWithPass(value: unknown): Record<string, unknown>[] {
  * it speaks of a `pass` makes the whole unreliable: a verdict that was cut short may have been a no.
  */
 function listCandidates(text: string): { candidates: VerdictCandidate[]; isCutOff: boolean } {
+  const reader = new ObjectReader(text);
   const candidates: VerdictCandidate[] = [];
+  const findFence = (from: number) => {
+    const found = text.indexOf("```", from);
+    return found < 0 ? Infinity : found;
+  };
   let isFenced = false;
-  let fence = text.indexOf("```");
-  for (let at = text.indexOf("{"); at >= 0; at = text.indexOf("{", at)) {
-    for (; fence >= 0 && fence < at; fence = text.indexOf("```", fence + 3)) isFenced = !isFenced;
-    const found = readObject(text, at);
-    if ("isCutOff" in found && found.isCutOff) {
-      return { candidates, isCutOff: text.includes('"pass"', at) };
-    }
-    for (const fields of listWithPass(found.value)) candidates.push({ fields, isFenced });
-    at = found.end;
+  let fence = findFence(0);
+  for (let at = text.indexOf("{"); at >= 0;) {
+    for (; fence < at; fence = findFence(fence + 3)) isFenced = !isFenced;
+    const { end, isCutOff } = reader.read(at);
+    if (isCutOff) return { candidates, isCutOff: text.includes('"pass"', at) };
+    for (const fields of reader.found.splice(0)) candidates.push({ fields, isFenced });
+    // A fence in an object's strings opens nothing.
+    if (fence < end) fence = findFence(end);
+    at = text.indexOf("{", end);
   }
   return { candidates, isCutOff: false };
 }
@@ -1553,6 +1571,16 @@ function readReasons(value: unknown): string[] {
   );
 }
 
+/** Takes out what cannot stand in valid JSON, in or out of its strings, but models and terminals add. */
+function stripNoise(output: string): string {
+  const text = output
+    // deno-lint-ignore no-control-regex -- escape sequences of terminals start with ESC.
+    .replace(/\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\^_])/g, "")
+    .replace(/^\uFEFF/, "");
+  if (!/^[ \t]*(?:\/\/|#)/m.test(text)) return text;
+  return text.split("\n").filter((line) => !/^[ \t]*(?:\/\/|#)/.test(line)).join("\n");
+}
+
 /**
  * Reads a verifier's output. Never throws; takes time linear in the text.
  *
@@ -1569,12 +1597,7 @@ function readReasons(value: unknown): string[] {
  * ```
  */
 export function parseVerdict(output: string, nonce: string): ParsedVerdict {
-  // None of what is stripped can stand in valid JSON, in or out of its strings.
-  const text = output
-    // deno-lint-ignore no-control-regex -- escape sequences of terminals start with ESC.
-    .replace(/\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\^_])/g, "")
-    .replace(/^\uFEFF/, "")
-    .replace(/(^|\n)[ \t]*(?:\/\/|#)[^\n]*/g, "$1");
+  const text = stripNoise(output);
   const none = (problem: string): ParsedVerdict => ({ verdict: null, problem, warnings: [] });
   const { candidates, isCutOff } = listCandidates(text);
   if (isCutOff) return none("the verifier's last JSON object breaks off");

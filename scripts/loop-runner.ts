@@ -606,6 +606,7 @@ export interface ModelEntry {
   readonly context_tokens?: number;
   readonly local?: boolean;
   readonly gguf?: string;
+  readonly mmproj?: string;
   readonly kv_type?: string;
   readonly slots?: number;
 }
@@ -628,6 +629,7 @@ const MODELS_RULES: readonly FieldRule[] = [
   ["models.*.context_tokens", "a whole number above 0", isPositiveInteger],
   ["models.*.local", "true or false", (v) => typeof v === "boolean"],
   ["models.*.gguf", "a path", (v) => typeof v === "string" && v !== ""],
+  ["models.*.mmproj", "a path", (v) => typeof v === "string" && v !== ""],
   ["models.*.kv_type", "a type's name", (v) => typeof v === "string"],
   ["models.*.slots", "a whole number above 0", isPositiveInteger],
   ["default", "a model's name", (v) => typeof v === "string" && v !== ""],
@@ -2682,7 +2684,7 @@ async function snapshot<T>(
     if (existsSync(resolve(tick.cwd, index))) {
       Deno.copyFileSync(resolve(tick.cwd, index), env.GIT_INDEX_FILE);
     }
-    const outside = tick.cwd === tick.project ? ["--", ".", ":(exclude,top).automaton"] : [];
+    const outside = await isAutomatonShown(tick) ? ["--", ".", ":(exclude,top).automaton"] : [];
     const added = await runGit(tick.cwd, ["add", "-A", ...outside], {
       env,
       timeoutMs: GIT_CHECKOUT_TIMEOUT_MS,
@@ -2696,6 +2698,12 @@ async function snapshot<T>(
   } finally {
     Deno.removeSync(store, { recursive: true });
   }
+}
+
+/** True where a tick's own files are among those of the work folder; git refuses to exclude ignored ones. */
+async function isAutomatonShown(tick: Tick): Promise<boolean> {
+  if (tick.cwd !== tick.project) return false;
+  return (await runGit(tick.cwd, ["check-ignore", "-q", ".automaton"])).code !== 0;
 }
 
 /** What the work folder holds, in one word to compare: its tree and the commit it is on. */

@@ -467,6 +467,7 @@ export interface ModelEntry {
   readonly context_tokens?: number;
   readonly local?: boolean;
   readonly gguf?: string;
+  readonly mmproj?: string;
   readonly kv_type?: string;
   readonly slots?: number;
 }
@@ -489,6 +490,7 @@ const MODELS_RULES: readonly FieldRule[] = [
   ["models.*.context_tokens", "a whole number above 0", isPositiveInteger],
   ["models.*.local", "true or false", (v) => typeof v === "boolean"],
   ["models.*.gguf", "a path", (v) => typeof v === "string" && v !== ""],
+  ["models.*.mmproj", "a path", (v) => typeof v === "string" && v !== ""],
   ["models.*.kv_type", "a type's name", (v) => typeof v === "string"],
   ["models.*.slots", "a whole number above 0", isPositiveInteger],
   ["default", "a model's name", (v) => typeof v === "string" && v !== ""],

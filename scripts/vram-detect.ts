@@ -925,6 +925,7 @@ export interface ModelEntry {
   readonly context_tokens?: number;
   readonly local?: boolean;
   readonly gguf?: string;
+  readonly mmproj?: string;
   readonly kv_type?: string;
   readonly slots?: number;
 }
@@ -947,6 +948,7 @@ const MODELS_RULES: readonly FieldRule[] = [
   ["models.*.context_tokens", "a whole number above 0", isPositiveInteger],
   ["models.*.local", "true or false", (v) => typeof v === "boolean"],
   ["models.*.gguf", "a path", (v) => typeof v === "string" && v !== ""],
+  ["models.*.mmproj", "a path", (v) => typeof v === "string" && v !== ""],
   ["models.*.kv_type", "a type's name", (v) => typeof v === "string"],
   ["models.*.slots", "a whole number above 0", isPositiveInteger],
   ["default", "a model's name", (v) => typeof v === "string" && v !== ""],
@@ -3122,11 +3124,6 @@ function selectEntry(
     options: DetectOptions;
   },
 ): ModelRequest {
-  // Beside the shared fields: the projector of a model that sees images.
-  const mmproj = new Map<string, unknown>(Object.entries(entry)).get("mmproj") ?? null;
-  if (mmproj !== null && typeof mmproj !== "string") {
-    throw refusal(`Cannot use models.json: model "${name}": mmproj is not a path`);
-  }
   const tokens = entry.context_tokens;
   const kvType = entry.kv_type;
   if (kvType !== undefined && !Object.hasOwn(KV_TYPES, kvType)) {
@@ -3140,7 +3137,7 @@ function selectEntry(
     path: entry.gguf === undefined ? null : resolveModelPath(entry.gguf, baseDir),
     declared: base.declared ??
       (tokens === undefined ? null : { source: "models.json" as const, tokens }),
-    mmprojPath: mmproj === null ? null : resolveModelPath(mmproj, baseDir),
+    mmprojPath: entry.mmproj === undefined ? null : resolveModelPath(entry.mmproj, baseDir),
     settings: {
       kvTypeK: options.kvTypeK ?? kvType ?? "f16",
       kvTypeV: options.kvTypeV ?? kvType ?? "f16",

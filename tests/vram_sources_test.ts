@@ -100,7 +100,7 @@ Deno.test("a models.json that cannot be used is a reason, never an answer", asyn
       '{"default": "a", "models": {"a": {"gguf": "x.gguf", "kv_type": "q3"}}}',
       /kv_type "q3" is none of f32/,
     ],
-    ['{"default": "a", "models": {"a": {"gguf": "x.gguf", "mmproj": 7}}}', /mmproj is not a path/],
+    ['{"models": {"a": {"gguf": "x.gguf", "mmproj": 7}}}', /field models\.a\.mmproj: found 7/],
     ['{"default": "__proto__", "models": {}}', /Cannot find model "__proto__"/],
   ];
   for (const [text, reason] of cases) {

@@ -111,6 +111,7 @@ export interface TickResult extends Result {
 
 /** The fields of a summary that tests look at. */
 export interface Summary {
+  readonly loop: string;
   readonly tick: number | null;
   readonly ok: boolean;
   readonly skipped: boolean;

@@ -2,6 +2,8 @@
 # Installs Automaton in its own checkout, shows a demo of it, or takes it away again.
 set -eu
 
+SCHEDULE_SECONDS=3600
+
 usage() {
   cat <<'END'
 usage: install.sh [OPTION ...]
@@ -505,11 +507,6 @@ remove_path() {
   esac
 }
 
-# Puts the deepest paths first, so that folders are empty when their turn comes.
-deepest_first() {
-  awk -F/ '{ print NF, $0 }' | sort -k 1,1nr | cut -d ' ' -f 2-
-}
-
 uninstall() {
   if [ ! -f "$receipt" ]; then
     say 'nothing to uninstall: there is no .install-receipt.json here'
@@ -533,7 +530,8 @@ uninstall() {
   done
   [ "$purge" = no ] || purge_automaton
   remove_new_programs
-  receipt_list paths | deepest_first | while IFS= read -r path; do
+  # In reverse, what is in a folder comes before the folder.
+  receipt_list paths | LC_ALL=C sort -r | while IFS= read -r path; do
     remove_path "$path"
   done
   rm -f "$receipt"

@@ -32,7 +32,7 @@ main() {
   self=$0
   case $self in
     */*) ;;
-    *) self=$(command -v -- "$self") ;;
+    *) if [ -f "$self" ]; then self=./$self; else self=$(command -v -- "$self"); fi ;;
   esac
   while [ -h "$self" ]; do
     target=$(readlink -- "$self")

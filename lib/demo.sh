@@ -4,6 +4,8 @@
 # story below; a demo that goes another way fails.
 #
 #   demo.sh [DIR]
+#
+# AUTOMATON_DEMO_PROGRAMS names a folder with the programs to use, e.g. bin/; else their sources run.
 set -eu
 
 TASK=greet-nobody
@@ -35,6 +37,10 @@ show() {
 program() {
   name=$1
   shift
+  if [ -n "$programs" ]; then
+    "$programs/$name" "$@"
+    return
+  fi
   "$deno" run -q --no-prompt -P="$name" "$framework/scripts/$name.ts" "$@"
 }
 
@@ -192,9 +198,12 @@ main() {
   framework=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
   command -v git >/dev/null || die 'Cannot run the demo: git was not found on PATH'
   directory=$(folder "${1-}")
-  # Deno's cache would otherwise grow in the home folder.
-  export DENO_DIR="$framework/.deno/cache"
-  deno=$(sh "$framework/lib/setup.sh") || die 'Cannot run the demo: lib/setup.sh failed'
+  programs=${AUTOMATON_DEMO_PROGRAMS:-}
+  if [ -z "$programs" ]; then
+    # Deno's cache would otherwise grow in the home folder.
+    export DENO_DIR="$framework/.deno/cache"
+    deno=$(sh "$framework/lib/setup.sh") || die 'Cannot run the demo: lib/setup.sh failed'
+  fi
   clean_environment
   cd "$directory" || die "Cannot enter folder \"$directory\""
   # Also an exit half-way says where to look.

@@ -13,11 +13,14 @@ import { join, relative, resolve, SEPARATOR } from "@std/path";
  * @throws {Error} If something else has that name.
  */
 export function ensureDirSync(dir: string): void {
-  if (existsSync(dir, { isDirectory: true })) return;
-  if (existsSync(dir)) {
+  // Made first and looked at afterwards: somebody else may make the same folder at the same time.
+  try {
+    Deno.mkdirSync(dir, { recursive: true });
+  } catch (error) {
+    if (existsSync(dir, { isDirectory: true })) return;
+    if (!(error instanceof Deno.errors.AlreadyExists)) throw error;
     throw new Error(`Cannot make folder "${dir}": something else has that name`);
   }
-  Deno.mkdirSync(dir, { recursive: true });
 }
 
 /**

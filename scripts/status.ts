@@ -4173,11 +4173,15 @@ async function runCreateLoop(invocation: Invocation): Promise<Answer> {
       `templates there: ${listFolders(templates).join(", ") || "none"}`,
     );
   }
-  const config = instantiateTemplate(join(source, "loop.json"), {
+  const preset = optionalText(invocation, "harness");
+  const instance = instantiateTemplate(join(source, "loop.json"), {
     name,
     schema: join(templates, "loop.schema.json"),
     hasWorktree: !invocation.given.has("no-worktree"),
   });
+  const config = preset === null
+    ? instance
+    : applyPreset(instance, join(framework, "templates", "harnesses"), preset);
   const taskName = optionalText(invocation, "task");
   const refusal = taskName === null
     ? null
@@ -4196,13 +4200,14 @@ async function runCreateLoop(invocation: Invocation): Promise<Answer> {
     copySync(source, dir, { overwrite: true });
     writeFileAtomic(join(dir, "loop.json"), `${JSON.stringify(config, null, 2)}\n`);
     saveLoopState(dir, makeLoopState(name));
-    logEvent(dir, "INFO", "CREATED", { template });
+    logEvent(dir, "INFO", "CREATED", { template, harness: preset });
     if (taskName !== null) await claimForLoop(project, name, taskName, dir);
   } finally {
     lock?.close();
   }
-  const json = { ok: true, loop: name, template, dir, task: taskName };
-  return { json, text: `created loop ${name} from template ${template}: ${dir}` };
+  const json = { ok: true, loop: name, template, harness: preset, dir, task: taskName };
+  const calls = preset === null ? "" : ` with harness ${preset}`;
+  return { json, text: `created loop ${name} from template ${template}${calls}: ${dir}` };
 }
 
 /** A template's loop.json with the loop's own name; checked before anything is written. */
@@ -4215,6 +4220,54 @@ function instantiateTemplate(
   const fields = { ...config, $schema: schema, name };
   if (hasWorktree) return fields;
   return { ...fields, blast_radius: { ...config.blast_radius, worktree: false } };
+}
+
+/** A file of templates/harnesses: how one agent is called. */
+interface HarnessPreset {
+  readonly notes?: readonly string[];
+  readonly harness: NonNullable<LoopConfig["harness"]>;
+  readonly roles?: Readonly<Partial<Record<RoleName, Pick<RoleConfig, "command" | "env">>>>;
+}
+
+// deno-fmt-ignore -- a table: one row a line.
+const PRESET_RULES: readonly FieldRule[] = [
+  ["notes", "a list of texts", isListOf(isText)],
+  ["harness", "an object", isRecord, "required"],
+  ["roles", "an object", isRecord],
+  ["roles.*", "an object", isRecord],
+];
+
+/** A loop's configuration with a preset's agent in it; the template's time limits stay. */
+function applyPreset(config: LoopConfig, folder: string, name: string): LoopConfig {
+  const path = join(folder, `${checkName("harness preset", name)}.json`);
+  const text = readTextIfPresent(path);
+  if (text === null) {
+    const names = listNames(folder).map((file) => /^([a-z0-9-]+)\.json$/.exec(file)?.[1])
+      .filter((each) => each !== undefined).sort();
+    throw new RefusedError(
+      `Cannot open harness preset "${name}": there is none in ${folder}`,
+      `presets there: ${names.join(", ") || "none"}`,
+    );
+  }
+  const parsed = parseJsonText(text, path, parseJsonc);
+  checkFields(parsed, PRESET_RULES, path);
+  const preset = parsed as unknown as HarnessPreset;
+  for (const note of preset.notes ?? []) console.error(`note: ${note}`);
+  const limits = Object.entries(config.harness ?? {}).filter(([key]) => key.endsWith("_seconds"));
+  const roles = (["implement", "verify", "orchestrate"] as const).map((role) => {
+    const own = config.roles?.[role];
+    if (role === "orchestrate" && !own) return [role, null];
+    const { command: _, env: __, ...kept } = own ?? {};
+    return [role, { ...kept, ...preset.roles?.[role] }];
+  });
+  const merged = {
+    ...config,
+    roles: Object.fromEntries(roles),
+    harness: { ...Object.fromEntries(limits), ...preset.harness },
+  };
+  const checked = parseLoopConfig(JSON.stringify(merged), path);
+  for (const warning of checked.warnings) console.error(`warning: ${warning}`);
+  return checked.config;
 }
 
 async function runHaltLoop(invocation: Invocation): Promise<Answer> {
@@ -5365,6 +5418,7 @@ export const OPTIONS: readonly OptionSpec[] = [
   { name: "loop-worktree", help: "the file lies in the loop's own worktree" },
   { name: "stalled-days", value: "N", help: `idle days after which a task counts as stalled (${DEFAULT_STALLED_DAYS})` },
   { name: "from-template", value: "NAME", help: "a folder of templates/loops/" },
+  { name: "harness", value: "NAME", help: "how the agent is called: a file of templates/harnesses/" },
   { name: "no-worktree", help: "let the loop work in the project itself" },
   { name: "force", help: "lose what is nowhere else" },
   { name: "purge", help: "remove logs and outputs too" },
@@ -5391,7 +5445,7 @@ export const COMMANDS: readonly Command[] = [
   { name: "can-edit", group: "Tasks", help: "may a file be edited now (exit 0) or not (1)", takes: ["task", "file", "loop", "loop-worktree"], writes: false, run: runCanEdit },
   { name: "scope-check", group: "Tasks", help: "files changed outside the scope of a --task or --loop (exit 1 if any)", takes: ["task", "loop"], writes: false, run: runScopeCheck },
   { name: "audit", group: "Tasks", help: "what is wrong with tasks and loops", takes: ["stalled-days"], writes: false, run: runAudit },
-  { name: "create-loop", value: "NAME", group: "Loops", help: "make a loop", takes: ["from-template", "no-worktree", "task"], needs: ["from-template"], writes: true, creates: true, run: runCreateLoop },
+  { name: "create-loop", value: "NAME", group: "Loops", help: "make a loop", takes: ["from-template", "harness", "no-worktree", "task"], needs: ["from-template"], writes: true, creates: true, run: runCreateLoop },
   { name: "remove-loop", value: "NAME", group: "Loops", help: "take a loop away; its branch and logs stay", takes: ["force", "purge", "lock-timeout"], writes: true, run: runRemoveLoop },
   { name: "install-schedule", value: "NAME", group: "Loops", help: "have the system's scheduler tick a loop (--dry-run: print the unit)", takes: ["interval", "scheduler", "dry-run", "lock-timeout"], writes: true, run: runInstallSchedule },
   { name: "uninstall-schedule", value: "NAME", group: "Loops", help: "take a loop's schedule away", takes: ["lock-timeout"], writes: true, run: runUninstallSchedule },

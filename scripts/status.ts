@@ -292,7 +292,7 @@ function findHint(error: unknown): string | undefined {
 
 /** Prints how a program failed, in words on stderr and for `--json` as the last line of stdout. */
 export function reportFailure(error: unknown, program: string, args: readonly string[]): number {
-  const words = (error instanceof Error ? error.message : `${error}`).replaceAll("\n", " ");
+  const words = (error instanceof Error ? error.message : `${error}`).replace(/\p{Cc}+/gu, " ");
   const message = words.startsWith("Cannot ") ? words : `Cannot go on: ${words}`;
   const hint = findHint(error);
   console.error(`${program}: ${message}`);
@@ -1224,6 +1224,14 @@ function splitNul(bytes: Uint8Array): string[] {
   return text.split("\0").filter((item) => item !== "");
 }
 
+/** Lets a text do nothing to a terminal: what agents write into files may hold escape sequences. */
+function escapeControls(text: string): string {
+  return text.replace(
+    /[\p{Cc}--[\t\n\r]]/gv,
+    (control) => `\\u${control.charCodeAt(0).toString(16).padStart(4, "0")}`,
+  );
+}
+
 function countWords(count: number, word: string): string {
   return `${count} ${word}${count === 1 ? "" : "s"}`;
 }
@@ -1361,8 +1369,7 @@ function readText(invocation: Invocation, name: string): string {
 /** A free text that ends up in a state file: one line, of a length that fits a screen. */
 function optionalLine(invocation: Invocation, name: string): string | null {
   const value = optionalText(invocation, name);
-  // deno-lint-ignore no-control-regex -- control characters are what is looked for.
-  if (value !== null && (/[\u0000-\u001f\u007f-\u009f]/.test(value) || value.length > 2000)) {
+  if (value !== null && (/\p{Cc}/u.test(value) || value.length > 2000)) {
     throw new UsageError(
       `Cannot use flag "--${name}": it must be one line of at most 2000 characters`,
     );
@@ -1452,9 +1459,10 @@ function keepDamaged(path: string): void {
   Deno.copyFileSync(path, `${path}.bad-${stamp}`);
 }
 
+/** Removes whatever has a name, also where an agent made a folder of it. */
 function removeIfPresent(path: string): void {
   try {
-    Deno.removeSync(path);
+    Deno.removeSync(path, { recursive: true });
   } catch (error) {
     if (!(error instanceof Deno.errors.NotFound)) throw error;
   }
@@ -1586,13 +1594,13 @@ function moveFolder(from: string, to: string): void {
 /** Makes a folder that appears with its content or not at all; a second maker loses the race. */
 function createFolderWhole(place: string, fill: (dir: string) => void): void {
   ensureDirSync(dirname(place));
-  const making = Deno.makeTempDirSync({ dir: dirname(place), prefix: `.${basename(place)}.` });
+  const making = join(dirname(place), `.${basename(place)}.${crypto.randomUUID()}`);
+  Deno.mkdirSync(making);
   try {
-    if (Deno.build.os !== "windows") Deno.chmodSync(making, 0o755);
     fill(making);
     moveFolder(making, place);
   } catch (error) {
-    Deno.removeSync(making, { recursive: true });
+    removeIfPresent(making);
     if (!existsSync(place)) throw error;
     throw new RefusedError(`Cannot create "${place}": another command just did`, "status --audit");
   }
@@ -1682,7 +1690,13 @@ async function withLoopLock<T>(
   if (readEnv("AUTOMATON_NO_LOOP_LOCK") === "1") return await change(dir);
   const timeoutS = readWholeNumber(invocation.given, "lock-timeout", { min: 0, max: 86_400 });
   const path = join(dir, ".state.lock");
-  const lock = await acquireLock(path, (timeoutS ?? DEFAULT_LOCK_TIMEOUT_S) * 1000);
+  let lock: Deno.FsFile | null;
+  try {
+    lock = await acquireLock(path, (timeoutS ?? DEFAULT_LOCK_TIMEOUT_S) * 1000);
+  } catch (error) {
+    findLoopDir(invocation.project, name); // Says so where the loop was removed in the meantime.
+    throw error;
+  }
   if (lock === null) {
     throw new RefusedError(
       `Cannot lock loop "${name}": ${await describeHolder(path)}`,
@@ -4507,15 +4521,16 @@ async function checkGate(invocation: Invocation, dir: string, isDryRun: boolean)
   if (!isDryRun && state.status !== "running") await switchSchedule(dir, "pause");
   const config = readLoopConfig(dir);
   if (!isDryRun) settleKilledTick(project, { dir, state, config });
-  const taskName = optionalText(invocation, "task") ?? state.current_task;
-  if (taskName !== null) checkName("task", taskName);
+  const asked = optionalText(invocation, "task");
+  const askedTask = asked === null ? null : readTask(project, asked).task;
+  const taskName = asked ?? state.current_task;
   const allowed = config.brakes?.max_iterations ?? LOOP_DEFAULTS.maxIterations;
   const subject: GateSubject = {
     invocation,
     state,
     config,
     taskName,
-    task: taskName === null ? null : readTaskOrNull(project, taskName),
+    task: askedTask ?? (taskName === null ? null : readTaskOrNull(project, taskName)),
     spentUsd: readSpentUsd(dir),
     remainingIterations: allowed - (state.iteration_count - (state.iteration_base ?? 0)),
     outOfScope: [],
@@ -4890,13 +4905,15 @@ function auditTasks(
     for (const name of listFolders(parent)) {
       // Hidden: a task in the making. "complete" among the open ones: the folder of the others.
       if (name.startsWith(".") || (name === "complete" && !isFinished)) continue;
+      const dir = join(parent, name);
+      const own = auditTask(dir, isFinished, stalledDays);
+      if (own === null && !isDirectory(dir)) continue; // Moved to the other folder since the listing.
       total++;
-      const own = auditTask(join(parent, name), isFinished, stalledDays);
-      if (own === null) untracked++;
-      const messages = own ?? [{ category: 1, message: `task ${name} has no .state (untracked)` }];
-      for (const { category, message } of messages as Finding[]) {
-        findings.push({ category, message, task: name });
+      if (own === null) {
+        untracked++;
+        findings.push({ category: 1, task: name, message: `task ${name} has no .state (untracked)` });
       }
+      for (const finding of own ?? []) findings.push({ ...finding, task: name });
     }
   }
   return { findings, total, untracked };
@@ -5009,9 +5026,18 @@ async function auditLoop(project: string, view: LoopView): Promise<Finding[]> {
     if (isLeftover) add(6, `leaves the folder ${join(dir, folder)} behind`);
   }
   for (const path of listLogs(dir)) {
-    if (Deno.statSync(path).size > LOG_LIMIT_BYTES) add(6, `has ${basename(path)} over its cap`);
+    if (measureFile(path) > LOG_LIMIT_BYTES) add(6, `has ${basename(path)} over its cap`);
   }
   return findings;
+}
+
+/** A file's size in bytes; 0 where it is gone since it was listed. */
+function measureFile(path: string): number {
+  try {
+    return Deno.statSync(path).size;
+  } catch {
+    return 0; // A rotation has moved it on.
+  }
 }
 
 function isOverdue(view: LoopView, { schedule }: LoopConfig): boolean {
@@ -5576,7 +5602,7 @@ export async function runStatus(args: readonly string[]): Promise<number> {
     clearGitEnvironment();
     const answer = await runCommandLine(given, findFrameworkDir(import.meta.url));
     if (given.has("json")) console.log(JSON.stringify({ schema_version: 1, ...answer.json }));
-    else console.log(answer.text);
+    else console.log(escapeControls(answer.text));
     if (answer.hint !== undefined) console.error(`hint: ${answer.hint}`);
     return answer.exitCode ?? 0;
   } catch (error) {

@@ -750,7 +750,7 @@ function findHint(error: unknown): string | undefined {
 
 /** Prints how a program failed, in words on stderr and for `--json` as the last line of stdout. */
 export function reportFailure(error: unknown, program: string, args: readonly string[]): number {
-  const words = (error instanceof Error ? error.message : `${error}`).replaceAll("\n", " ");
+  const words = (error instanceof Error ? error.message : `${error}`).replace(/\p{Cc}+/gu, " ");
   const message = words.startsWith("Cannot ") ? words : `Cannot go on: ${words}`;
   const hint = findHint(error);
   console.error(`${program}: ${message}`);

@@ -8,7 +8,7 @@
  */
 
 /** Long enough for a slow line, short enough for a person whose firewall swallows the packets. */
-const ASK_TIMEOUT_MS = 3_000;
+const ASK_TIMEOUT_MS = 5_000;
 const FETCH_TIMEOUT_MS = 120_000;
 
 /** Tells whether the registry says what a registry would: not a login page, not an error. */

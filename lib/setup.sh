@@ -10,7 +10,7 @@
 # else the pinned version is installed into <checkout>/.deno: by npm, or without npm from Deno's own site.
 #
 # The packages come from jsr.io where it answers, else from the stand-ins in lib/std. Real packages are
-# kept without asking again; while stand-ins are in use every run asks, for at most three seconds.
+# kept without asking again; while stand-ins are in use every run asks, for at most five seconds.
 # --refresh fetches the packages anew.
 set -eu
 

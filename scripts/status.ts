@@ -4911,7 +4911,8 @@ function auditTasks(
       total++;
       if (own === null) {
         untracked++;
-        findings.push({ category: 1, task: name, message: `task ${name} has no .state (untracked)` });
+        const message = `task ${name} has no .state (untracked)`;
+        findings.push({ category: 1, task: name, message });
       }
       for (const finding of own ?? []) findings.push({ ...finding, task: name });
     }

@@ -4907,7 +4907,8 @@ function auditTasks(
       if (name.startsWith(".") || (name === "complete" && !isFinished)) continue;
       const dir = join(parent, name);
       const own = auditTask(dir, isFinished, stalledDays);
-      if (own === null && !isDirectory(dir)) continue; // Moved to the other folder since the listing.
+      // Moved to the other folder since it was listed: what is missing here is there.
+      if (own?.length !== 0 && !isDirectory(dir)) continue;
       total++;
       if (own === null) {
         untracked++;

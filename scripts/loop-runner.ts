@@ -185,7 +185,7 @@ export interface UsageReport {
   outputTokens: number | null;
   /**
    * The answer's text, empty where JSON came without one: what an agent read or ran must not be taken for
-   * its answer. Null where it is not to be taken from JSON, or none came.
+   * its answer. Null where it is not to be taken from JSON, or where no line was of the kind described.
    */
   text: string | null;
   /** What the last record calls an error; null when it calls nothing one. */
@@ -1996,7 +1996,6 @@ export class UsageReader {
     } catch {
       return; // A line for people between the records.
     }
-    this.#hasRecord = true;
     const { where = {}, combine, cost_usd, input_tokens, output_tokens, text, error } = this.config;
     const isMeant = Object.entries(where).every(([path, wanted]) =>
       listDottedPath(record, path).includes(wanted)
@@ -2004,6 +2003,8 @@ export class UsageReader {
     if (!isMeant) return;
     const valuesAt = (path: string | undefined) =>
       path === undefined ? [] : listDottedPath(record, path);
+    this.#hasRecord ||= [cost_usd, input_tokens, output_tokens, text, error]
+      .some((path) => valuesAt(path).length > 0);
     const add = (key: "costUsd" | "inputTokens" | "outputTokens", path: string | undefined) => {
       const numbers = valuesAt(path).filter(isNumberFrom(0)) as number[];
       if (numbers.length === 0) return;

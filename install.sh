@@ -207,8 +207,9 @@ take_lock() {
   must "make folder \"$framework/.deno\"" mkdir -p "$framework/.deno"
   if ! mkdir "$lock" 2>/dev/null; then
     owner=$(cat "$lock/pid" 2>/dev/null) || owner=
-    [ -z "$owner" ] || ! kill -0 "$owner" 2>/dev/null ||
-      die "Cannot go on: process $owner is installing here already" 'wait for it to end'
+    [ -z "$owner" ] || ! is_running "$owner" ||
+      die "Cannot go on: process $owner is installing here already" \
+        "wait for it to end; if it is something else: rm -r $(quote "$lock")"
     rm -rf "$lock"
     must 'take the lock' mkdir "$lock"
   fi

@@ -83,6 +83,16 @@ end_child() {
   child=
 }
 
+# Tells whether process $1 runs. One that has ended keeps its id where nobody waits for it, as in a
+# container without init.
+is_running() {
+  kill -0 "$1" 2>/dev/null || return 1
+  case $(sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null) in
+    Z*) return 1 ;;
+    *) return 0 ;;
+  esac
+}
+
 # What the caller's environment says of other checkouts and of a tick must not steer this one. A session
 # of a loop may install nothing: it would give itself a schedule.
 leave_loops_alone() {

@@ -136,3 +136,9 @@ export function programIdentities(checkout: string): string[] {
 export function gitStatus(scratch: Scratch, checkout: string): string {
   return git(scratch, checkout, "status", "--porcelain");
 }
+
+/** Why programs cannot be compiled in tests here; null where a base was named or may be fetched. */
+export const NO_COMPILE_REASON = Deno.env.get("DENORT_BIN") ||
+    Deno.env.get("AUTOMATON_TEST_NETWORK")
+  ? null
+  : "neither DENORT_BIN nor AUTOMATON_TEST_NETWORK is set";

@@ -71,11 +71,15 @@ const DEFAULT_RETENTION = 20;
 const MAX_STREAM_BYTES = 64 * 1024 * 1024;
 const TAIL_BYTES = 1024 * 1024;
 const MAX_ARTIFACT_BYTES = 1024 * 1024;
+const LOG_TAIL_BYTES = 16 * 1024;
 const MAX_DIFF_BYTES = 4 * 1024 * 1024;
+/** How long things may take that end a harness; together they stay below 10 s. */
+const WATCH_MS = 200;
 const TERM_GRACE_MS = 5000;
 const KILL_GRACE_MS = 2000;
-const DRAIN_MS = 2000;
-const WATCH_MS = 200;
+const DRAIN_MS = 1000;
+/** Where the tools stand that list processes, whatever PATH a loop was started with. */
+const TOOLS_PATH = "/usr/bin:/bin";
 /** Younger temporary files may belong to a command that is writing one right now. */
 const SCRATCH_AGE_MS = 3_600_000;
 const GIT_CHECKOUT_TIMEOUT_MS = 300_000;
@@ -225,28 +229,45 @@ interface ProcessEntry {
   readonly started: string;
 }
 
-/** A tick at work; what it has learnt so far. */
-interface Tick {
+/** A loop that was woken and is locked; nothing of it is read yet. */
+interface Wake {
   readonly framework: string;
   readonly project: string;
   readonly loop: string;
   readonly dir: string;
   readonly isDryRun: boolean;
-  readonly config: LoopConfig;
-  readonly models: ModelsFile | null;
-  readonly state: LoopState;
-  readonly number: number;
-  readonly lock: Deno.FsFile;
+  /** Null in a dry run of a loop that has no lock file yet. */
+  readonly lock: Deno.FsFile | null;
+  /** Marks all processes of the tick's harnesses. */
   readonly runId: string;
   readonly startedAt: string;
   readonly summary: Summary;
   readonly stop: StopSignal;
-  windowTokens: number;
-  cwd: string;
-  /** False where the harness works in a folder that git does not know. */
-  isGit: boolean;
-  task: TaskView;
-  verdictNonce: string;
+}
+
+/** A woken loop whose gate is open, with what its files say. */
+interface OpenLoop extends Wake {
+  readonly config: LoopConfig;
+  readonly models: ModelsFile | null;
+  readonly state: LoopState;
+  /** The tick's number. */
+  readonly number: number;
+}
+
+/** Where a harness works. */
+interface WorkFolder {
+  readonly cwd: string;
+  /** False for a folder that git does not know. */
+  readonly isGit: boolean;
+  /** The commit that changes are told against; null without one. */
+  readonly base: string | null;
+}
+
+/** A tick with all that its roles need. */
+interface Tick extends OpenLoop, WorkFolder {
+  readonly task: TaskView;
+  readonly windowTokens: number;
+  readonly verdictNonce: string;
 }
 
 /** Set by INT and TERM; whoever waits is woken. */
@@ -273,11 +294,16 @@ class HaltError extends Error {
   }
 }
 
+/** Ends a tick whose harness did not do its work, which is counted. */
+class HarnessFailure extends SkipError {
+  override name = "HarnessFailure";
+}
+
 /** Ends a tick at a rate limit: no harness before a time. */
-class BackoffError extends Error {
+class BackoffError extends SkipError {
   override name = "BackoffError";
   constructor(readonly notBefore: string, message: string) {
-    super(message);
+    super("backoff", message);
   }
 }
 
@@ -1415,7 +1441,8 @@ export function substituteTokens(
  * ```
  */
 export function slugify(text: string): string | null {
-  const plain = text.normalize("NFKD").toLowerCase().replace(/[^a-z0-9]+/g, "-");
+  const plain = text.normalize("NFKD").replace(/\p{M}+/gu, "").toLowerCase()
+    .replace(/[^a-z0-9]+/g, "-");
   const slug = plain.replace(/^-+/, "").slice(0, 63).replace(/-+$/, "");
   return NAME_PATTERN.test(slug) ? slug : null;
 }
@@ -1458,15 +1485,28 @@ export function quoteForSh(words: readonly string[]): string {
 /**
  * The open items of a BACKLOG.md, from the top.
  *
- * @returns Each item's task name (its bold words, else its text) and its text.
+ * @returns Each item's task name (its bold words, else its text; null where neither gives one) and text.
  */
-export function listBacklogItems(text: string): { name: string; text: string }[] {
-  const items: { name: string; text: string }[] = [];
-  for (const [, item] of text.matchAll(/^\s*[-*] \[ \] +(.+?)\s*$/gm)) {
-    const name = slugify(/\*\*(.+?)\*\*/.exec(item!)?.[1] ?? item!);
-    if (name !== null) items.push({ name, text: item!.replaceAll("**", "") });
+export function listBacklogItems(text: string): { name: string | null; text: string }[] {
+  return [...text.matchAll(/^\s*[-*] \[ \] +(.+?)\s*$/gm)].map(([, item]) => ({
+    name: slugify(/\*\*(.+?)\*\*/.exec(item!)?.[1] ?? item!),
+    text: item!.replaceAll("**", ""),
+  }));
+}
+
+/** Makes one line of a text, without control characters. */
+function toOneLine(text: string): string {
+  // deno-lint-ignore no-control-regex -- they are what is taken out.
+  return text.replace(/[\s\u0000-\u001f\u007f-\u009f]+/g, " ").trim();
+}
+
+/** What a text says as JSON; null where it is none. */
+function parseJsonOrNull(text: string): unknown {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return null; // Its callers ask what is there, not what is wrong with it.
   }
-  return items;
 }
 
 function errorMessage(error: unknown): string {
@@ -1719,16 +1759,27 @@ export function parseVerdict(output: string, nonce: string): ParsedVerdict {
 
 // --- Prompts ---
 
-/** Values of prompt tokens that may be shortened so that a prompt fits, in this order. */
+/** Values of prompt tokens that may be shortened so that a prompt fits: those of a group alike. */
 const SHRINKABLE = [
-  "{artifact_content}",
-  "{diff}",
-  "{task_brief}",
-  "{acceptance_criteria}",
+  ["{artifact_content}", "{diff}"],
+  ["{task_brief}", "{acceptance_criteria}", "{next_hint}"],
 ] as const;
 
+/** The length to which all may have that have more, so that together they take no more than `room`. */
+function findCommonLength(lengths: readonly number[], room: number): number {
+  const sorted = lengths.toSorted((a, b) => a - b);
+  let left = room;
+  for (const [index, length] of sorted.entries()) {
+    const share = Math.floor(left / (sorted.length - index));
+    if (length > share) return Math.max(0, share);
+    left -= length;
+  }
+  return Infinity;
+}
+
 /**
- * Fills a prompt's tokens and fits the whole to a budget by shortening its longest parts first.
+ * Fills a prompt's tokens and fits the whole to a budget: first the artifact and the diff are shortened,
+ * the longer one first, then what describes the task.
  *
  * @param maxTokens The role's budget, in tokens of 4 characters.
  * @returns The prompt; longer than the budget only where its fixed text alone is.
@@ -1740,13 +1791,19 @@ export function fillPrompt(
 ): string {
   const fitted = { ...values };
   const maxChars = maxTokens * CHARS_PER_TOKEN;
-  for (const token of SHRINKABLE) {
-    const text = substituteTokens(template, fitted);
-    const value = fitted[token];
-    const uses = template.split(token).length - 1;
-    if (text.length <= maxChars || value === undefined || uses === 0) continue;
-    const excess = Math.ceil((text.length - maxChars) / uses) + TRUNCATION_MARK.length;
-    fitted[token] = truncateText(value, Math.max(0, value.length - excess));
+  for (const group of SHRINKABLE) {
+    const excess = substituteTokens(template, fitted).length - maxChars;
+    if (excess <= 0) break;
+    const lengths = group.flatMap((token) =>
+      Array(template.split(token).length - 1).fill((fitted[token] ?? "").length)
+    );
+    const room = lengths.reduce((sum, length) => sum + length, 0) - excess;
+    const common = findCommonLength(lengths, room);
+    for (const token of group) {
+      const value = fitted[token] ?? "";
+      if (value.length <= common) continue;
+      fitted[token] = truncateText(value, Math.max(0, common - TRUNCATION_MARK.length));
+    }
   }
   return substituteTokens(template, fitted);
 }
@@ -1796,6 +1853,7 @@ function writeFresh(path: string, text: string): void {
 /** Values that prompts and argv have in common. */
 function commonValues(tick: Tick): Record<string, string> {
   const criteria = tick.config.acceptance_criteria ?? "";
+  const hint: unknown = tick.state.last_verdict?.next_hint;
   return {
     "{loop_name}": tick.loop,
     "{task_brief}": truncateTokens(readTaskBrief(tick.task), BRIEF_TOKENS),
@@ -1803,7 +1861,7 @@ function commonValues(tick: Tick): Record<string, string> {
       typeof criteria === "string" ? criteria : criteria.join("\n"),
       CRITERIA_TOKENS,
     ),
-    "{next_hint}": truncateTokens(tick.state.last_verdict?.next_hint ?? "", HINT_TOKENS),
+    "{next_hint}": truncateTokens(typeof hint === "string" ? hint : "", HINT_TOKENS),
     "{current_task}": tick.task.name,
     "{current_phase}": tick.task.phase,
     "{task_dir}": tick.task.dir,
@@ -1830,14 +1888,45 @@ function writePrompt(tick: Tick, role: RoleName, values: Readonly<Record<string,
 }
 
 /** Notes a warning for the summary and the log. */
-function warn(tick: Tick, message: string): void {
+function warn(tick: OpenLoop, message: string): void {
   tick.summary.warnings.push(message);
-  logSafely(tick, "WARNING", "WARNING", { tick: tick.number, message });
+  logOnce(tick, "WARNING", "WARNING", { message });
+}
+
+/** Events that idle ticks log again and again. */
+const IDLE_EVENTS = ["WARNING", "TICK_SKIPPED"];
+
+/** Logs one of IDLE_EVENTS, unless the log says so already and nothing else has happened since. */
+function logOnce(
+  wake: Wake,
+  level: "INFO" | "WARNING",
+  event: string,
+  fields: Readonly<Record<string, unknown>>,
+): void {
+  for (const line of readLogTail(wake.dir).reverse()) {
+    if (!IDLE_EVENTS.includes(`${line.event}`)) break;
+    const isSame = Object.entries(fields).every(([key, value]) => line[key] === value);
+    if (line.event === event && isSame) return;
+  }
+  logSafely(wake, level, event, { tick: wake.summary.tick, ...fields });
+}
+
+/** The last lines of a loop's log; none where it cannot be read. */
+function readLogTail(dir: string): Record<string, unknown>[] {
+  try {
+    using file = Deno.openSync(join(dir, ".state.log"), { read: true });
+    file.seekSync(Math.max(0, file.statSync().size - LOG_TAIL_BYTES), Deno.SeekMode.Start);
+    const bytes = new Uint8Array(LOG_TAIL_BYTES);
+    const text = new TextDecoder().decode(bytes.subarray(0, file.readSync(bytes) ?? 0));
+    return text.split("\n").map(parseJsonOrNull).filter(isRecord);
+  } catch {
+    return []; // No log yet: whatever is to be said is said.
+  }
 }
 
 /** Appends to the log; one that cannot be written is a warning, never the end of a tick. */
 function logSafely(
-  { dir, summary, isDryRun }: Pick<Tick, "dir" | "summary" | "isDryRun">,
+  { dir, summary, isDryRun }: Pick<Wake, "dir" | "summary" | "isDryRun">,
   level: "INFO" | "WARNING" | "ERROR",
   event: string,
   fields: Record<string, unknown>,
@@ -1864,7 +1953,7 @@ function programArgv(framework: string, program: "status" | "vram-detect"): stri
 
 /** Runs a sibling program with `--json` and returns the object in its last line, or why there is none. */
 async function runProgram(
-  tick: Pick<Tick, "framework" | "project" | "loop">,
+  tick: Pick<Wake, "framework" | "project" | "loop">,
   program: "status" | "vram-detect",
   args: readonly string[],
   holdsLock = false,
@@ -1878,16 +1967,17 @@ async function runProgram(
   const argv = [...programArgv(tick.framework, program), ...args, "--json"];
   const { code, stdout, stderr } = await runCommand(argv, { env, timeoutMs: 120_000 });
   const lastLine = new TextDecoder().decode(stdout).trimEnd().split("\n").at(-1) ?? "";
-  let json: unknown = null;
-  try {
-    json = JSON.parse(lastLine);
-  } catch {
-    // No JSON line: `problem` carries what the program said instead.
-  }
+  const json = parseJsonOrNull(lastLine);
   const told = isRecord(json) && typeof json.error === "string"
     ? json.error
     : stderr.split("\n")[0];
   return { json: isRecord(json) ? json : null, code, problem: told || `exit code ${code}` };
+}
+
+/** Runs a tool of the system. */
+function runTool(argv: readonly string[]): Promise<CommandOutcome> {
+  const env = { PATH: `${readEnv("PATH") ?? ""}:${TOOLS_PATH}` };
+  return runCommand(argv, { env, timeoutMs: 10_000 });
 }
 
 /** The processes of this machine; empty where they cannot be listed. */
@@ -1898,7 +1988,7 @@ async function listProcesses(): Promise<ProcessEntry[]> {
   const argv = isLinux
     ? ["sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null"]
     : ["ps", "-A", "-o", "pid=,stat=,ppid=,pgid=,lstart="];
-  const { stdout } = await runCommand(argv, { timeoutMs: 10_000 });
+  const { stdout } = await runTool(argv);
   const parse = isLinux ? parseProcStat : parsePsLine;
   return new TextDecoder().decode(stdout).split("\n").map(parse).filter((entry) => entry !== null);
 }
@@ -1936,15 +2026,13 @@ async function listMarked(runId: string): Promise<Set<number>> {
   const marker = `AUTOMATON_RUN_ID=${runId}`;
   if (Deno.build.os === "linux") {
     const script = 'grep -slF -e "$1" /proc/[0-9]*/environ';
-    const { stdout } = await runCommand(["sh", "-c", script, "sh", marker], { timeoutMs: 10_000 });
+    const { stdout } = await runTool(["sh", "-c", script, "sh", marker]);
     return new Set(
       [...new TextDecoder().decode(stdout).matchAll(/\/proc\/(\d+)\//g)].map((m) => Number(m[1])),
     );
   }
   if (Deno.build.os === "windows") return new Set();
-  const { stdout } = await runCommand(["ps", "-A", "-E", "-ww", "-o", "pid=,command="], {
-    timeoutMs: 10_000,
-  });
+  const { stdout } = await runTool(["ps", "-A", "-E", "-ww", "-o", "pid=,command="]);
   const lines = new TextDecoder().decode(stdout).split("\n").filter((line) =>
     line.includes(marker)
   );
@@ -1953,20 +2041,29 @@ async function listMarked(runId: string): Promise<Set<number>> {
   );
 }
 
-/** All living processes of a run: of the harness's group, descended from it, or marked. */
-async function findRunProcesses(
-  leader: { pid: number; started: string | null },
-  runId: string,
-): Promise<ProcessEntry[]> {
+/** A process that leads a group of its own, and when it started. */
+interface Leader {
+  readonly pid: number;
+  readonly started: string | null;
+}
+
+/**
+ * All living processes of a run: of the harness's group, descended from it, or marked.
+ *
+ * @param leader Null where only the marker is left to go by.
+ */
+async function findRunProcesses(leader: Leader | null, runId: string): Promise<ProcessEntry[]> {
   const [table, marked] = await Promise.all([listProcesses(), listMarked(runId)]);
-  const isLeaderKnown = (entry: ProcessEntry) =>
-    entry.pid !== leader.pid || leader.started === null || entry.started === leader.started;
   const family = new Set(marked);
   // A group id stays taken while a process is in the group, so a group with a strange leader is new.
-  const isGroupOurs = table.every(isLeaderKnown);
+  const isGroupOurs = leader !== null &&
+    table.every(({ pid, started }) =>
+      pid !== leader.pid || leader.started === null || started === leader.started
+    );
   if (isGroupOurs) {
-    for (const entry of table) if (entry.group === leader.pid) family.add(entry.pid);
-    if (table.some(({ pid }) => pid === leader.pid)) family.add(leader.pid);
+    for (const { pid, group } of table) {
+      if (group === leader.pid || pid === leader.pid) family.add(pid);
+    }
   }
   for (let size = -1; size !== family.size;) {
     size = family.size;
@@ -1987,35 +2084,34 @@ function sendSignal(pid: number, signal: Deno.Signal): void {
 /**
  * Ends every process of a run: TERM, a grace, KILL.
  *
- * @returns How many there were.
+ * @returns How many there were, and how many could not be ended.
  */
 async function endRun(
-  leader: { pid: number; started: string | null },
+  leader: Leader | null,
   runId: string,
-): Promise<number> {
+): Promise<{ found: number; survivors: number }> {
   if (Deno.build.os === "windows") {
-    const { code } = await runCommand(["taskkill", "/T", "/F", "/PID", `${leader.pid}`], {
-      timeoutMs: 15_000,
-    });
-    return code === 0 ? 1 : 0;
+    if (leader === null) return { found: 0, survivors: 0 };
+    const argv = ["taskkill", "/T", "/F", "/PID", `${leader.pid}`];
+    const { code } = await runCommand(argv, { timeoutMs: 15_000 });
+    return { found: code === 0 ? 1 : 0, survivors: 0 };
   }
   let living = await findRunProcesses(leader, runId);
-  const count = living.length;
-  for (
-    const [signal, graceMs] of [["SIGTERM", TERM_GRACE_MS], ["SIGKILL", KILL_GRACE_MS]] as const
-  ) {
-    const deadline = Date.now() + graceMs;
+  const found = living.length;
+  const steps = [["SIGTERM", TERM_GRACE_MS], ["SIGKILL", KILL_GRACE_MS]] as const;
+  for (const [signal, graceMs] of steps) {
+    const deadline = performance.now() + graceMs;
     const told = new Set<number>();
     while (living.length > 0) {
       // Ones that started since the last look are told too.
       for (const { pid } of living) if (!told.has(pid)) sendSignal(pid, signal);
       living.forEach(({ pid }) => told.add(pid));
-      if (Date.now() >= deadline) break;
+      if (performance.now() >= deadline) break;
       await sleep(100);
       living = await findRunProcesses(leader, runId);
     }
   }
-  return count;
+  return { found, survivors: living.length };
 }
 
 // --- Harness ---
@@ -2130,18 +2226,19 @@ class StreamRecorder {
   #tailBytes = 0;
   #written = 0;
   #dropped = 0;
-  #file: Deno.FsFile;
   #reader: ReadableStreamDefaultReader<Uint8Array>;
   readonly done: Promise<void>;
-  lastOutputAt = Date.now();
+  lastOutputAt = performance.now();
 
-  /** @param onBytes Sees every part as it comes. */
+  /**
+   * @param file Is closed at the end.
+   * @param onBytes Sees every part as it comes.
+   */
   constructor(
     stream: ReadableStream<Uint8Array>,
-    path: string,
+    readonly file: Deno.FsFile,
     readonly onBytes: ((bytes: Uint8Array) => void) | null = null,
   ) {
-    this.#file = openFresh(path);
     this.#reader = stream.getReader();
     this.done = this.#copy();
   }
@@ -2159,10 +2256,10 @@ class StreamRecorder {
   }
 
   #keep(bytes: Uint8Array): void {
-    this.lastOutputAt = Date.now();
+    this.lastOutputAt = performance.now();
     this.onBytes?.(bytes);
     const room = Math.max(0, MAX_STREAM_BYTES - this.#written);
-    this.#written += writeAll(this.#file, bytes.subarray(0, room));
+    this.#written += writeAll(this.file, bytes.subarray(0, room));
     this.#dropped += bytes.length - Math.min(room, bytes.length);
     this.#tail.push(bytes);
     this.#tailBytes += bytes.length;
@@ -2176,9 +2273,9 @@ class StreamRecorder {
       const mark = `\n…[${this.#dropped} bytes more, of which these are the last]\n${
         this.tail().slice(-4096)
       }`;
-      writeAll(this.#file, new TextEncoder().encode(mark));
+      writeAll(this.file, new TextEncoder().encode(mark));
     }
-    this.#file.close();
+    this.file.close();
   }
 
   /** The end of what has come so far, at most TAIL_BYTES. */
@@ -2221,22 +2318,23 @@ function writeAll(file: Deno.FsFile, bytes: Uint8Array): number {
 /** Says why a harness could not be started. */
 function describeStartFailure(
   error: unknown,
-  argv: readonly string[],
+  { argv, env }: HarnessRequest,
 ): Pick<HarnessOutcome, "result" | "message"> {
   const command = argv[0]!;
-  const code = (error as { code?: string }).code;
+  const isTooLong = (error as { code?: string }).code === "E2BIG" ||
+    errorMessage(error).includes("(os error 206)"); // Windows: the command line is too long.
   if (error instanceof Deno.errors.NotFound) {
     return {
       result: "not_found",
       message: `Cannot start "${command}": not found, or its interpreter is missing (PATH is ${
-        readEnv("PATH") ?? "empty"
+        env.PATH || "empty"
       })`,
     };
   }
   if (error instanceof Deno.errors.PermissionDenied) {
     return { result: "not_executable", message: `Cannot start "${command}": it is not executable` };
   }
-  if (code === "E2BIG") {
+  if (isTooLong) {
     const longest = Math.max(...argv.map((argument) => argument.length));
     return {
       result: "argument_list_too_long",
@@ -2261,27 +2359,18 @@ async function feedStdin(stdin: WritableStream<Uint8Array>, text: string): Promi
 /** Runs a harness to its end or its deadline; no process of it is left when this returns. */
 async function runHarness(tick: Tick, request: HarnessRequest): Promise<HarnessOutcome> {
   const { label, argv } = request;
-  const paths = {
-    out: outputPath(tick, `${label}.log`),
-    err: outputPath(tick, `${label}.err.log`),
+  const paths = [outputPath(tick, `${label}.log`), outputPath(tick, `${label}.err.log`)] as const;
+  const { artifacts } = tick.summary;
+  [artifacts[`${label}_log`], artifacts[`${label}_err_log`]] = paths;
+  const files = [openFresh(paths[0]), openFresh(paths[1])] as const;
+  const fail = (reason: Pick<HarnessOutcome, "result" | "message">): HarnessOutcome => {
+    for (const file of files) file.close();
+    const nothing = { exitCode: null, stdoutTail: "", stderrTail: "", usage: null, leftOver: 0 };
+    return { ...reason, ...nothing };
   };
-  Object.assign(tick.summary.artifacts, {
-    [`${label}_log`]: paths.out,
-    [`${label}_err_log`]: paths.err,
-  });
-  const failed = (outcome: Pick<HarnessOutcome, "result" | "message">): HarnessOutcome => ({
-    ...outcome,
-    exitCode: null,
-    stdoutTail: "",
-    stderrTail: "",
-    usage: null,
-    leftOver: 0,
-  });
   if (!isDirectory(tick.cwd)) {
-    return failed({
-      result: "cannot_start",
-      message: `Cannot start "${argv[0]}": no folder "${tick.cwd}"`,
-    });
+    const message = `Cannot start "${argv[0]}": no folder "${tick.cwd}"`;
+    return fail({ result: "cannot_start", message });
   }
   let child: Deno.ChildProcess;
   try {
@@ -2296,32 +2385,52 @@ async function runHarness(tick: Tick, request: HarnessRequest): Promise<HarnessO
       detached: true,
     }).spawn();
   } catch (error) {
-    return failed(describeStartFailure(error, argv));
+    return fail(describeStartFailure(error, request));
   }
-  const leader = { pid: child.pid, started: await findStartTime(child.pid) };
-  writeLockNote(tick, leader);
   const usage = request.usage === undefined ? null : new UsageReader(request.usage);
   const streams = [
-    new StreamRecorder(child.stdout, paths.out, usage && ((bytes) => usage.push(bytes))),
-    new StreamRecorder(child.stderr, paths.err),
+    new StreamRecorder(child.stdout, files[0], usage && ((bytes) => usage.push(bytes))),
+    new StreamRecorder(child.stderr, files[1]),
   ] as const;
   if (request.stdin !== null) void feedStdin(child.stdin, request.stdin);
-  const ending = await watchHarness(tick, request, child, streams, leader);
-  const leftOver = await endRun(leader, tick.runId);
-  await Promise.race([Promise.all(streams.map(({ done }) => done)), sleep(DRAIN_MS)]);
-  await Promise.all(streams.map((stream) => stream.abandon()));
-  writeLockNote(tick, null);
+  const { ending, leftOver } = await superviseHarness(tick, request, child, streams);
   const [stdoutTail, stderrTail] = [streams[0].tail(), streams[1].tail()];
   const report = usage?.finish() ?? null;
   const told = ending.result === "ok" ? report?.error ?? null : null;
   const outcome: HarnessEnding = told === null ? ending : {
     result: "reported_error",
     message: `${label} ended with exit code 0 and reported: ${
-      truncateText(told.replace(/\s+/g, " "), MAX_REASON_CHARS)
+      truncateText(toOneLine(told), MAX_REASON_CHARS)
     }`,
     exitCode: ending.exitCode,
   };
   return { ...outcome, stdoutTail, stderrTail, usage: report, leftOver };
+}
+
+/** Watches a harness and, however that ends, ends what is left of it. */
+async function superviseHarness(
+  tick: Tick,
+  request: HarnessRequest,
+  child: Deno.ChildProcess,
+  streams: readonly [StreamRecorder, StreamRecorder],
+): Promise<{ ending: HarnessEnding; leftOver: number }> {
+  let leader: Leader = { pid: child.pid, started: null };
+  let ending: HarnessEnding;
+  let end = { found: 0, survivors: 0 };
+  try {
+    leader = { ...leader, started: await findStartTime(child.pid) };
+    writeLockNote(tick, tick.runId, leader);
+    ending = await watchHarness(tick, request, child, streams);
+  } finally {
+    end = await endRun(leader, tick.runId);
+    await raceWithSleep(Promise.all(streams.map(({ done }) => done)), DRAIN_MS);
+    await Promise.all(streams.map((stream) => stream.abandon()));
+  }
+  writeLockNote(tick, tick.runId, null);
+  if (end.survivors > 0) {
+    warn(tick, `${end.survivors} process(es) of ${request.label} could not be ended`);
+  }
+  return { ending, leftOver: end.found };
 }
 
 async function findStartTime(pid: number): Promise<string | null> {
@@ -2331,44 +2440,40 @@ async function findStartTime(pid: number): Promise<string | null> {
 /** How a harness ended, before its streams are read to their end. */
 type HarnessEnding = Pick<HarnessOutcome, "result" | "message" | "exitCode">;
 
-/** Waits for a harness to end by itself, and ends it when a deadline, a pause or a signal says so. */
+/** Waits for a harness to end by itself, or until a deadline, a pause or a signal says that it has to. */
 async function watchHarness(
   tick: Tick,
   request: HarnessRequest,
   child: Deno.ChildProcess,
   streams: readonly [StreamRecorder, StreamRecorder],
-  leader: { pid: number; started: string | null },
 ): Promise<HarnessEnding> {
   const { label } = request;
-  const startedAt = Date.now();
+  const startedAt = performance.now();
   const progress = startProgress(tick, label);
-  let cause: HarnessEnding | null = null;
   let status: Deno.CommandStatus | null = null;
   const ended = child.status.then((value) => {
     status = value;
   });
+  let cause: HarnessEnding | null = null;
   while (status === null && cause === null) {
     await raceWithSleep(ended, WATCH_MS);
     cause = status === null ? findEndCause(tick, request, startedAt, streams) : null;
     progress.show(streams[0].lastLine() || streams[1].lastLine());
   }
-  if (cause !== null) await endRun(leader, tick.runId);
-  await raceWithSleep(ended, KILL_GRACE_MS);
   progress.end();
-  if (cause !== null) return cause;
-  const { code, signal } = status! as Deno.CommandStatus;
+  return cause ?? describeEnding(label, status!);
+}
+
+function describeEnding(label: string, { code, signal }: Deno.CommandStatus): HarnessEnding {
   if (signal !== null) {
     return { result: "killed", message: `${label} was killed by ${signal}`, exitCode: null };
   }
   if (code === 0) return { result: "ok", message: "", exitCode: 0 };
-  return {
-    result: "exit_nonzero",
-    message: `${label} ended with exit code ${code}`,
-    exitCode: code,
-  };
+  const message = `${label} ended with exit code ${code}`;
+  return { result: "exit_nonzero", message, exitCode: code };
 }
 
-async function raceWithSleep(promise: Promise<void>, milliseconds: number): Promise<void> {
+async function raceWithSleep(promise: Promise<unknown>, milliseconds: number): Promise<void> {
   let timer: ReturnType<typeof setTimeout> | undefined;
   const slept = new Promise<void>((wake) => {
     timer = setTimeout(wake, milliseconds);
@@ -2384,7 +2489,7 @@ function findEndCause(
   startedAt: number,
   streams: readonly StreamRecorder[],
 ): HarnessEnding | null {
-  const now = Date.now();
+  const now = performance.now();
   const idleMs = now - Math.max(startedAt, ...streams.map(({ lastOutputAt }) => lastOutputAt));
   const end = (result: HarnessResult, message: string) => ({ result, message, exitCode: null });
   if (tick.stop.signal !== null) return end("stopped", `ended by ${tick.stop.signal}`);
@@ -2434,21 +2539,17 @@ function startProgress(
   };
 }
 
-/** Who holds a loop's lock, as its file tells it; runId null once a tick has ended what it started. */
-interface LockHolder {
-  readonly lock: Deno.FsFile;
-  readonly loop: string;
-  readonly runId: string | null;
-  readonly startedAt: string;
-  readonly isDryRun: boolean;
-}
-
-/** Writes into the lock file who holds it, for people and for the next tick. */
+/**
+ * Writes into the lock file who holds it, for people and for the next tick.
+ *
+ * @param runId Null once the tick has ended what it started.
+ */
 function writeLockNote(
-  { lock, loop, runId, startedAt, isDryRun }: LockHolder,
+  { lock, loop, startedAt, isDryRun }: Wake,
+  runId: string | null,
   harness: { pid: number; started: string | null } | null,
 ): void {
-  if (isDryRun) return;
+  if (lock === null || isDryRun) return;
   const note: LockNote = {
     pid: Deno.pid,
     host: Deno.hostname(),
@@ -2467,10 +2568,11 @@ function writeLockNote(
 async function sweepLastRun(dir: string, summary: Summary): Promise<void> {
   const note = readLockNote(join(dir, ".state.lock"));
   if (note === null || note.run_id === null || note.host !== Deno.hostname()) return;
-  // Killed before it could note the group, or without a start time to compare: the marker has to do.
-  const isGroupKnown = note.harness_pgid !== null && note.harness_started !== null;
-  const leader = { pid: isGroupKnown ? note.harness_pgid! : -1, started: note.harness_started };
-  const count = await endRun(leader, note.run_id);
+  // A group whose leader is gone, or was never noted, may by now be somebody else's.
+  const leader = (await listProcesses()).find(({ pid, started }) =>
+    pid === note.harness_pgid && started === note.harness_started
+  );
+  const { found: count } = await endRun(leader ?? null, note.run_id);
   if (count > 0) {
     summary.warnings.push(`ended ${count} process(es) that an earlier tick left running`);
   }
@@ -2634,26 +2736,35 @@ function realPathOrNull(path: string): string | null {
 }
 
 /** Decides where the harness works and makes the worktree when there is none. */
-async function prepareWorkFolder(tick: Tick): Promise<void> {
+async function prepareWorkFolder(tick: OpenLoop): Promise<WorkFolder> {
   const { code, stderr } = await runGit(tick.project, ["rev-parse", "--show-toplevel"]);
-  tick.isGit = code === 0;
-  tick.cwd = tick.project;
-  if (tick.config.blast_radius?.worktree === false) return;
+  const head = code === 0
+    ? await gitOrNull(tick.project, ["rev-parse", "--verify", "-q", "HEAD"])
+    : null;
+  const inProject = { cwd: tick.project, isGit: code === 0, base: head };
+  if (tick.config.blast_radius?.worktree === false) return inProject;
   if (code === null) {
-    return warn(tick, `git cannot be run (${stderr}): the harness works in the project itself`);
+    warn(tick, `git cannot be run (${stderr}): the harness works in the project itself`);
+    return inProject;
   }
   if (code !== 0 && stderr.includes("not a git repository")) {
-    return warn(tick, "the project is no git repository: the harness works in the project itself");
+    warn(tick, "the project is no git repository: the harness works in the project itself");
+    return inProject;
   }
   if (code !== 0) throw new SkipError("worktree_failed", `git rev-parse: ${stderr}`);
   const path = join(Deno.realPathSync(tick.dir), "worktree");
-  tick.cwd = path;
-  if (tick.isDryRun) return;
+  const base = tick.isDryRun ? null : await openWorktree(tick, path);
+  return { cwd: path, isGit: true, base };
+}
+
+/** Makes the worktree where it is missing; returns the commit that its changes are told against. */
+async function openWorktree(tick: OpenLoop, path: string): Promise<string> {
   await excludeWorktrees(tick);
-  const base = await resolveBase(tick);
-  if (!(await isUsableWorktree(tick, path))) await addWorktree(tick, path, base);
-  await initSubmodules(path);
+  const isThere = await isUsableWorktree(tick, path);
   const { state } = tick;
+  const base = isThere && typeof state.base_commit === "string" ? null : await resolveBase(tick);
+  if (base !== null && !isThere) await addWorktree(tick, path, base);
+  await initSubmodules(path);
   state.worktree_path = path;
   state.worktree_branch = await gitOrNull(path, ["symbolic-ref", "--short", "-q", "HEAD"]);
   if (state.worktree_branch !== branchName(tick)) {
@@ -2662,14 +2773,25 @@ async function prepareWorkFolder(tick: Tick): Promise<void> {
       `the worktree is on ${state.worktree_branch ?? "no branch"}, not on ${branchName(tick)}`,
     );
   }
-  state.base_branch ??= base.branch;
-  state.base_commit ??= await gitOrNull(path, ["merge-base", base.commit, "HEAD"]) ?? base.commit;
+  if (base !== null) {
+    state.base_branch ??= base.branch;
+    state.base_commit ??= await gitOrNull(path, ["merge-base", base.commit, "HEAD"]) ?? base.commit;
+  }
+  return await findDiffBase(path, state.base_branch ?? null, state.base_commit!);
 }
 
-const branchName = (tick: Pick<Tick, "loop">) => `loop/${tick.loop}`;
+/** Where the loop's branch left its base: further on than at first once the base was merged in again. */
+async function findDiffBase(path: string, branch: string | null, commit: string): Promise<string> {
+  const merged = branch === null ? null : await gitOrNull(path, ["merge-base", branch, "HEAD"]);
+  if (merged === null) return commit;
+  const { code } = await runGit(path, ["merge-base", "--is-ancestor", commit, merged]);
+  return code === 0 ? merged : commit;
+}
+
+const branchName = (tick: OpenLoop) => `loop/${tick.loop}`;
 
 /** Keeps loops' worktrees out of `git status` by the repository's own exclude file. */
-async function excludeWorktrees(tick: Tick): Promise<void> {
+async function excludeWorktrees(tick: OpenLoop): Promise<void> {
   const path = resolve(
     tick.project,
     await git(tick.project, ["rev-parse", "--git-path", "info/exclude"]),
@@ -2683,7 +2805,7 @@ async function excludeWorktrees(tick: Tick): Promise<void> {
 }
 
 /** The branch and commit that a new worktree starts from. */
-async function resolveBase(tick: Tick): Promise<{ branch: string | null; commit: string }> {
+async function resolveBase(tick: OpenLoop): Promise<{ branch: string | null; commit: string }> {
   const { project, config } = tick;
   const commitOf = (name: string) =>
     gitOrNull(project, ["rev-parse", "--verify", "-q", `${name}^{commit}`]);
@@ -2713,7 +2835,7 @@ async function resolveBase(tick: Tick): Promise<{ branch: string | null; commit:
 }
 
 /** True when the worktree is there, registered and whole; else what stands in its place is cleared. */
-async function isUsableWorktree(tick: Tick, path: string): Promise<boolean> {
+async function isUsableWorktree(tick: OpenLoop, path: string): Promise<boolean> {
   const entries = parseWorktreeList(await git(tick.project, ["worktree", "list", "--porcelain"]));
   const real = realPathOrNull(path);
   const entry = entries.find((each) =>
@@ -2738,7 +2860,7 @@ async function isUsableWorktree(tick: Tick, path: string): Promise<boolean> {
   return false;
 }
 
-async function addWorktree(tick: Tick, path: string, base: { commit: string }): Promise<void> {
+async function addWorktree(tick: OpenLoop, path: string, base: { commit: string }): Promise<void> {
   const branch = branchName(tick);
   const exists =
     await gitOrNull(tick.project, ["rev-parse", "--verify", "-q", `refs/heads/${branch}`]) !== null;
@@ -2754,43 +2876,76 @@ async function initSubmodules(path: string): Promise<void> {
   await git(path, ["submodule", "update", "--init", "--recursive"], GIT_CHECKOUT_TIMEOUT_MS);
 }
 
+/** What a work folder holds at one moment, but for what git ignores. */
+interface Snapshot {
+  /** To compare: the tree, the commit that is checked out, what git could not read. */
+  readonly id: string;
+  /** The difference to the base: committed, staged, unstaged and untracked. */
+  readonly diff: string;
+}
+
 /**
- * The tree of everything in the work folder that git does not ignore, as an object name; null where
- * git cannot tell. Objects go to a throw-away store, so the repository does not grow by them.
+ * Takes a snapshot of the work folder; null where git cannot tell. Objects go to a throw-away store, so
+ * that the repository does not grow by them.
  */
-async function snapshot<T>(
-  tick: Tick,
-  use: (tree: string, env: Record<string, string>) => Promise<T>,
-): Promise<T | null> {
+async function takeSnapshot(tick: Tick): Promise<Snapshot | null> {
   if (!tick.isGit) return null;
   const store = Deno.makeTempDirSync({ dir: tick.dir, prefix: ".snapshot-" });
   try {
-    const objects = await gitOrNull(tick.cwd, ["rev-parse", "--git-path", "objects"]);
-    const index = await gitOrNull(tick.cwd, ["rev-parse", "--git-path", "index"]);
-    if (objects === null || index === null) return null;
+    const names = ["objects", "index"].flatMap((name) => ["--git-path", name]);
+    const paths = await gitOrNull(tick.cwd, ["rev-parse", ...names]);
+    const [objects, index] = (paths ?? "").split("\n").map((path) => resolve(tick.cwd, path));
+    if (objects === undefined || index === undefined) return null;
     const env = {
       GIT_INDEX_FILE: join(store, "index"),
       GIT_OBJECT_DIRECTORY: join(store, "objects"),
-      GIT_ALTERNATE_OBJECT_DIRECTORIES: resolve(tick.cwd, objects),
+      // Quoted, since a colon separates paths in it.
+      GIT_ALTERNATE_OBJECT_DIRECTORIES: `"${objects.replace(/["\\]/g, "\\$&")}"`,
     };
     Deno.mkdirSync(env.GIT_OBJECT_DIRECTORY);
-    if (existsSync(resolve(tick.cwd, index))) {
-      Deno.copyFileSync(resolve(tick.cwd, index), env.GIT_INDEX_FILE);
-    }
-    const outside = await isAutomatonShown(tick) ? ["--", ".", ":(exclude,top).automaton"] : [];
-    const added = await runGit(tick.cwd, ["add", "-A", ...outside], {
-      env,
-      timeoutMs: GIT_CHECKOUT_TIMEOUT_MS,
-    });
-    const written = await runGit(tick.cwd, ["write-tree"], { env });
-    if (added.code !== 0 || written.code !== 0) {
-      warn(tick, `the work folder cannot be compared: ${added.stderr || written.stderr}`);
-      return null;
-    }
-    return await use(new TextDecoder().decode(written.stdout).trim(), env);
+    if (existsSync(index)) Deno.copyFileSync(index, env.GIT_INDEX_FILE);
+    return await readSnapshot(tick, env, join(store, "diff"));
   } finally {
     Deno.removeSync(store, { recursive: true });
   }
+}
+
+async function readSnapshot(
+  tick: Tick,
+  env: Record<string, string>,
+  diffPath: string,
+): Promise<Snapshot | null> {
+  const { cwd, base } = tick;
+  const outside = await isAutomatonShown(tick) ? ["--", ".", ":(exclude,top).automaton"] : [];
+  const timeoutMs = GIT_CHECKOUT_TIMEOUT_MS;
+  // A file that cannot be read, or a repository without a commit within this one, is left out and told.
+  const added = await runGit(cwd, ["add", "-A", "--ignore-errors", ...outside], { env, timeoutMs });
+  const written = await runGit(cwd, ["write-tree"], { env });
+  if (written.code !== 0) {
+    warn(tick, `the work folder cannot be compared: ${added.stderr} ${written.stderr}`);
+    return null;
+  }
+  const tree = new TextDecoder().decode(written.stdout).trim();
+  const head = await gitOrNull(cwd, ["rev-parse", "--verify", "-q", "HEAD"]);
+  const unread = added.code === 0 ? "" : `git could not read all files: ${added.stderr}\n`;
+  const inside = await describeSubmodules(cwd);
+  let diff = "";
+  if (base !== null) {
+    const flags = ["--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short"];
+    const range = [`--output=${diffPath}`, base, tree];
+    const { code, stderr } = await runGit(cwd, ["diff", ...flags, ...range], { env, timeoutMs });
+    if (code === 0) diff = readStart(diffPath, MAX_DIFF_BYTES);
+    else warn(tick, `the diff cannot be made: ${stderr}`);
+  }
+  return { id: `${tree} ${head} ${unread}${inside}`, diff: `${unread}${diff}${inside}` };
+}
+
+/** Uncommitted changes within submodules, of which the tree holds only the commit. */
+async function describeSubmodules(cwd: string): Promise<string> {
+  if (!existsSync(join(cwd, ".gitmodules"))) return "";
+  const script = "git diff HEAD; git status --porcelain --untracked-files=all";
+  const text = await gitOrNull(cwd, ["submodule", "--quiet", "foreach", "--recursive", script]);
+  return (text ?? "").slice(0, MAX_DIFF_BYTES);
 }
 
 /** True where a tick's own files are among those of the work folder; git refuses to exclude ignored ones. */
@@ -2799,29 +2954,17 @@ async function isAutomatonShown(tick: Tick): Promise<boolean> {
   return (await runGit(tick.cwd, ["check-ignore", "-q", ".automaton"])).code !== 0;
 }
 
-/** What the work folder holds, in one word to compare: its tree and the commit it is on. */
-async function fingerprint(tick: Tick): Promise<string | null> {
-  const head = await gitOrNull(tick.cwd, ["rev-parse", "--verify", "-q", "HEAD"]);
-  return await snapshot(tick, (tree) => Promise.resolve(`${tree} ${head}`));
-}
-
-/** The difference of the work folder to the base: committed, staged, unstaged and untracked. */
-async function readDiff(tick: Tick): Promise<string> {
-  const base = tick.state.base_commit ??
-    await gitOrNull(tick.cwd, ["rev-parse", "--verify", "-q", "HEAD"]);
-  if (base === null || tick.isDryRun) return "";
-  const flags = ["--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short"];
-  const text = await snapshot(tick, async (tree, env) => {
-    const { code, stdout, stderr } = await runGit(tick.cwd, ["diff", ...flags, base, tree], {
-      env,
-    });
-    if (code !== 0) warn(tick, `the diff cannot be made: ${stderr}`);
-    const shown = new TextDecoder().decode(stdout.subarray(0, MAX_DIFF_BYTES));
-    return stdout.length > MAX_DIFF_BYTES
-      ? `${shown}${TRUNCATION_MARK} (${stdout.length} bytes in all)\n`
-      : shown;
-  });
-  return text ?? "";
+/** The start of a file, with a mark where it is longer. */
+function readStart(path: string, maxBytes: number): string {
+  using file = Deno.openSync(path, { read: true });
+  const bytes = new Uint8Array(maxBytes + 1);
+  let length = 0;
+  for (let count: number | null = 1; count !== null && length < bytes.length;) {
+    count = file.readSync(bytes.subarray(length));
+    length += count ?? 0;
+  }
+  const text = new TextDecoder().decode(bytes.subarray(0, Math.min(length, maxBytes)));
+  return length > maxBytes ? text + TRUNCATION_MARK : text;
 }
 
 // --- Work ---
@@ -2833,20 +2976,20 @@ interface WorkItem {
 }
 
 /** Shows a task; null where there is none that can be used. */
-async function viewTask(tick: Tick, name: string): Promise<TaskView | null> {
+async function viewTask(tick: OpenLoop, name: string): Promise<TaskView | null> {
   const { json, code } = await runProgram(tick, "status", [`--task=${name}`]);
   return code === 0 && json !== null && typeof json.phase === "string"
     ? json as unknown as TaskView
     : null;
 }
 
-function mayWorkIn(tick: Tick, phase: string): boolean {
+function mayWorkIn(tick: OpenLoop, phase: string): boolean {
   return (tick.config.allowed_phases ?? LOOP_DEFAULTS.allowedPhases).includes(phase) &&
     phase !== "complete" && phase !== "human_intervention";
 }
 
 /** The folder that a work source names: `~` is the home folder, `{framework}` the framework's. */
-function workSourceProject(tick: Tick): string {
+function workSourceProject(tick: OpenLoop): string {
   const named = tick.config.work_source?.project;
   if (named === undefined) return tick.project;
   const home = readEnv("HOME") ?? readEnv("USERPROFILE") ?? "~";
@@ -2858,7 +3001,7 @@ function workSourceProject(tick: Tick): string {
 }
 
 /** Findings of the audit that somebody can work on, the worst first. */
-async function listAuditWork(tick: Tick): Promise<WorkItem[]> {
+async function listAuditWork(tick: OpenLoop): Promise<WorkItem[]> {
   const project = workSourceProject(tick);
   const { json, problem } = await runProgram({ ...tick, project }, "status", ["--audit"]);
   if (json === null || !Array.isArray(json.violations)) {
@@ -2875,16 +3018,20 @@ async function listAuditWork(tick: Tick): Promise<WorkItem[]> {
   return items;
 }
 
-function listBacklogWork(tick: Tick): WorkItem[] {
+function listBacklogWork(tick: OpenLoop): WorkItem[] {
   const area = tick.config.work_source?.area ?? "loops";
   const inner = join("design", area, "BACKLOG.md");
   const text = readTextIfPresent(join(workSourceProject(tick), inner)) ??
     readTextIfPresent(join(tick.framework, inner)) ?? "";
-  return listBacklogItems(text).map(({ name, text: title }) => ({ task: name, title }));
+  return listBacklogItems(text).flatMap(({ name, text: title }) => {
+    if (name !== null) return [{ task: name, title }];
+    warn(tick, `backlog item "${title}" has no words to name a task by: add a **name** to it`);
+    return [];
+  });
 }
 
 /** Finds this tick's task by the loop's work source and makes it the loop's own. */
-async function findWork(tick: Tick): Promise<TaskView> {
+async function findWork(tick: OpenLoop): Promise<TaskView> {
   let kind = tick.config.work_source?.kind;
   if (kind === undefined || !["single", "audit", "backlog"].includes(kind)) {
     warn(
@@ -2918,11 +3065,11 @@ async function findWork(tick: Tick): Promise<TaskView> {
 }
 
 /** Claims a work item's task, made when it is missing; null when there is nothing to do in it. */
-async function openWorkItem(tick: Tick, { task, title }: WorkItem): Promise<TaskView | null> {
+async function openWorkItem(tick: OpenLoop, { task, title }: WorkItem): Promise<TaskView | null> {
   const tasks = join(tick.project, ".automaton", "tasks");
   if (isDirectory(join(tasks, "complete", task))) return null;
   if (!isDirectory(join(tasks, task))) {
-    const line = truncateText(title.replace(/\s+/g, " "), 1900);
+    const line = truncateText(toOneLine(title), 1900);
     if (tick.isDryRun) return describeFutureTask(task, line, join(tasks, task));
     const { code, problem } = await runProgram(tick, "status", [
       `--create-task=${task}`,
@@ -2958,7 +3105,7 @@ function describeFutureTask(name: string, title: string, dir: string): TaskView 
 // --- Tick ---
 
 /** Asks the gate; whatever is not "ok" ends the tick. */
-async function passGate(tick: Tick): Promise<void> {
+async function passGate(tick: Wake): Promise<void> {
   const args = [`--check-gate=${tick.loop}`, ...(tick.isDryRun ? ["--dry-run"] : [])];
   const { json, problem } = await runProgram(tick, "status", args, true);
   if (json === null || typeof json.ok !== "boolean") throw new SkipError("gate_failed", problem);
@@ -2976,13 +3123,13 @@ async function passGate(tick: Tick): Promise<void> {
 }
 
 /** Between two roles: a signal or a pause ends the tick here, with nothing saved. */
-async function checkStop(tick: Tick): Promise<void> {
+async function checkStop(tick: Wake): Promise<void> {
   if (tick.stop.signal !== null) throw new StoppedError(`ended by ${tick.stop.signal}`);
   if (existsSync(pauseRequestFile(tick.dir))) await passGate(tick);
 }
 
-/** The window that the roles' models have here; a window below the floor halts the loop. */
-async function checkContextFloor(tick: Tick): Promise<void> {
+/** The smallest window that the roles' models have here, in tokens; one below the floor halts the loop. */
+async function measureWindow(tick: OpenLoop): Promise<number> {
   const roles = ["implement", "verify", "orchestrate"] as const;
   const models = new Set(
     roles.filter((role) => role !== "orchestrate" || tick.config.roles?.orchestrate)
@@ -3006,11 +3153,11 @@ async function checkContextFloor(tick: Tick): Promise<void> {
     }
     if (typeof tokens === "number") window = Math.min(window, tokens);
   }
-  tick.windowTokens = window;
+  return window;
 }
 
 /** What a harness that did not do its work ends the tick with: a rate limit's wait, or a skip. */
-function failureOf(tick: Tick, outcome: HarnessOutcome): SkipError | BackoffError {
+function failureOf(tick: Tick, outcome: HarnessOutcome): HarnessFailure | BackoffError {
   const words = `${outcome.result}: ${outcome.message}`;
   const backoff = tick.config.harness?.backoff;
   if (backoff !== undefined && isRateLimit(outcome, backoff)) {
@@ -3019,7 +3166,7 @@ function failureOf(tick: Tick, outcome: HarnessOutcome): SkipError | BackoffErro
     return new BackoffError(notBefore, `rate limit (${words}); no harness before ${notBefore}`);
   }
   const isTimeout = outcome.result === "timeout" || outcome.result === "idle_timeout";
-  return new SkipError(isTimeout ? "harness_timeout" : "harness_failed", words);
+  return new HarnessFailure(isTimeout ? "harness_timeout" : "harness_failed", words);
 }
 
 /** True when a failed run says of itself that it met a limit. */
@@ -3111,7 +3258,7 @@ function readControl(path: string): string | null {
 async function guardControls(tick: Tick, before: Controls, role: RoleName): Promise<void> {
   const changed = [...await readControls(tick)]
     .filter(([path, text]) => (before.get(path) ?? null) !== text);
-  const isLockOurs = isSameFile(tick.lock, join(tick.dir, ".state.lock"));
+  const isLockOurs = tick.lock !== null && isSameFile(tick.lock, join(tick.dir, ".state.lock"));
   const taskState = join(tick.task.dir, ".state");
   const isTampered = await isTaskTampered(tick.task.dir, before.get(taskState) ?? null);
   if (changed.length === 0 && isLockOurs && !isTampered) return;
@@ -3157,9 +3304,7 @@ async function runRole(
   const [steering, checkout] = await Promise.all([readControls(tick), describeCheckout(tick)]);
   const taskState = join(tick.task.dir, ".state");
   const controls = new Map([...steering, [taskState, readControl(taskState)]]);
-  const startedAt = Date.now();
-  const outcome = await runHarness(tick, request);
-  tick.summary.durations_ms[role] = Date.now() - startedAt;
+  const outcome = await timed(tick.summary, role, () => runHarness(tick, request));
   noteUsage(tick, role, outcome.usage);
   await guardControls(tick, controls, role);
   if (await describeCheckout(tick) !== checkout) {
@@ -3198,18 +3343,18 @@ function noteUsage(tick: Tick, role: RoleName, usage: UsageReport | null): void 
 /** Step 6: the harness works; what it made is the artifact, or the runner makes it from its traces. */
 async function implement(tick: Tick): Promise<{ report: string; diff: string }> {
   const artifact = outputPath(tick, "implement.json");
-  const before = await fingerprint(tick);
+  const before = await takeSnapshot(tick);
   const outcome = await runRole(tick, "implement", {});
-  const after = await fingerprint(tick);
+  const after = await takeSnapshot(tick);
   if (outcome.result !== "ok") {
-    const hasChanged = before !== null && after !== null && before !== after;
+    const hasChanged = before !== null && after !== null && before.id !== after.id;
     const mayHaveWorked = ["exit_nonzero", "reported_error", "killed"].includes(outcome.result);
     const failure = failureOf(tick, outcome);
     // At a limit the verifier would get no answer either, and half of the work is no work to judge.
     if (failure instanceof BackoffError || !mayHaveWorked || !hasChanged) throw failure;
     warn(tick, `${outcome.message}, with changes left: they are verified`);
   }
-  const diff = await readDiff(tick);
+  const diff = after?.diff ?? "";
   tick.summary.artifacts.artifact = artifact;
   const written = readArtifact(tick, artifact);
   if (written !== null) return { report: written, diff };
@@ -3229,19 +3374,7 @@ function readArtifact(tick: Tick, path: string): string | null {
     Deno.removeSync(path, { recursive: true });
     return null;
   }
-  const file = Deno.openSync(path, { read: true });
-  try {
-    const bytes = new Uint8Array(MAX_ARTIFACT_BYTES + 1);
-    let length = 0;
-    for (let count: number | null = 1; count !== null && length < bytes.length;) {
-      count = file.readSync(bytes.subarray(length));
-      length += count ?? 0;
-    }
-    const text = new TextDecoder().decode(bytes.subarray(0, Math.min(length, MAX_ARTIFACT_BYTES)));
-    return length > MAX_ARTIFACT_BYTES ? text + TRUNCATION_MARK : text;
-  } finally {
-    file.close();
-  }
+  return readStart(path, MAX_ARTIFACT_BYTES);
 }
 
 /** Step 7: loop.json's own commands, which no verdict can overrule. */
@@ -3295,14 +3428,14 @@ async function verify(
   tick: Tick,
   { report, diff, checks }: { report: string; diff: string; checks: readonly CheckResult[] },
 ): Promise<Verdict> {
-  const before = await fingerprint(tick);
+  const before = await takeSnapshot(tick);
   const outcome = await runRole(tick, "verify", {
     "{artifact_content}": report,
     "{diff}": diff,
     "{check_results}": renderChecks(checks),
     "{verdict_nonce}": tick.verdictNonce,
   });
-  const after = await fingerprint(tick);
+  const after = await takeSnapshot(tick);
   const parsed = parseVerdict(outcome.usage?.text ?? outcome.stdoutTail, tick.verdictNonce);
   if (parsed.verdict === null) {
     if (outcome.result !== "ok") throw failureOf(tick, outcome);
@@ -3313,7 +3446,7 @@ async function verify(
   const vetoes = checks.filter(({ ok }) => !ok).map(({ command }) =>
     `check failed: ${quoteForSh(command)}`
   );
-  if (before !== after) {
+  if (before?.id !== after?.id) {
     warn(tick, "the verifier changed the work folder: its verdict counts as a fail");
     vetoes.push("the verifier changed the work folder");
   }
@@ -3551,29 +3684,38 @@ async function timed<T>(summary: Summary, step: StepName, work: () => Promise<T>
   try {
     return await work();
   } finally {
-    summary.durations_ms[step] = Date.now() - startedAt;
+    summary.durations_ms[step] += Date.now() - startedAt;
   }
 }
 
 /** The steps of a tick whose lock is held, whose state and configuration are read. */
-async function runSteps(tick: Tick): Promise<void> {
-  const { summary } = tick;
-  tick.task = await timed(summary, "work", () => findWork(tick));
-  Object.assign(summary, {
-    task: tick.task.name,
-    phase: tick.task.phase,
-    next_phase: tick.task.phase,
-  });
-  await timed(summary, "work", () => prepareWorkFolder(tick));
-  await timed(summary, "context", () => checkContextFloor(tick));
+async function runSteps(loop: OpenLoop): Promise<void> {
+  const { summary } = loop;
+  const task = await timed(summary, "work", () => findWork(loop));
+  Object.assign(summary, { task: task.name, phase: task.phase, next_phase: task.phase });
+  const folder = await timed(summary, "work", () => prepareWorkFolder(loop));
+  const windowTokens = await timed(summary, "context", () => measureWindow(loop));
+  const tick: Tick = { ...loop, ...folder, task, windowTokens, verdictNonce: crypto.randomUUID() };
   if (tick.isDryRun) return printDryRun(tick);
   removeStaleOutputs(tick);
-  const { report, diff } = await implement(tick);
-  const checks = await timed(summary, "checks", () => runChecks(tick));
-  const verdict = await verify(tick, { report, diff, checks });
-  await orchestrate(tick, verdict);
-  await commitWork(tick, verdict);
-  await saveTick(tick, verdict);
+  try {
+    const { report, diff } = await implement(tick);
+    const checks = await timed(summary, "checks", () => runChecks(tick));
+    const verdict = await verify(tick, { report, diff, checks });
+    await orchestrate(tick, verdict);
+    await commitWork(tick, verdict);
+    await saveTick(tick, verdict);
+  } catch (error) {
+    if (error instanceof BackoffError) noteBackoff(tick, error);
+    else if (error instanceof HarnessFailure) await countFailure(tick, error.message);
+    throw error;
+  }
+}
+
+/** Notes a rate limit in a save of its own. */
+function noteBackoff({ dir, state }: Tick, { notBefore }: BackoffError): void {
+  state.not_before = notBefore;
+  saveState(join(dir, ".state.loop"), state);
 }
 
 /** Counts a failed harness in a save of its own; too many in a row halt the loop. */
@@ -3591,9 +3733,8 @@ async function countFailure(tick: Tick, message: string): Promise<void> {
 }
 
 /** Has the loop halted by status, where a halt's state, log, schedule and hooks have their home. */
-async function halt(tick: Tick, reason: HaltReason, detail: string): Promise<void> {
-  // deno-lint-ignore no-control-regex -- status takes one line without control characters.
-  const line = truncateText(detail.replace(/[\s\u0000-\u001f\u007f]+/g, " "), 1900);
+async function halt(tick: Wake, reason: HaltReason, detail: string): Promise<void> {
+  const line = truncateText(toOneLine(detail), 1900);
   const args = [`--halt-loop=${tick.loop}`, `--reason=${reason}`, `--detail=${line}`];
   const { json, code, problem } = await runProgram(tick, "status", args, true);
   if (code !== 0 || json === null) {
@@ -3603,29 +3744,18 @@ async function halt(tick: Tick, reason: HaltReason, detail: string): Promise<voi
   Object.assign(tick.summary, { status: "halted", halt_reason: json.halt_reason });
 }
 
-/** Notes a skip in the log, unless the last line says the same already. */
-function logSkip(dir: string, summary: Summary, isDryRun: boolean): void {
-  const { reason, message, tick } = summary;
-  let last: unknown = null;
-  try {
-    last = JSON.parse(
-      (readTextIfPresent(join(dir, ".state.log")) ?? "").trimEnd().split("\n").at(-1) ?? "null",
-    );
-  } catch {
-    // A torn last line says nothing: the skip is noted.
-  }
-  if (
-    isRecord(last) && last.event === "TICK_SKIPPED" && last.reason === reason &&
-    last.message === message
-  ) return;
-  logSafely({ dir, summary, isDryRun }, "INFO", "TICK_SKIPPED", { tick, reason, message });
-}
-
 /** Turns whatever ended a tick early into its summary. */
-async function endEarly(tick: Tick, error: unknown): Promise<void> {
-  const { summary } = tick;
+async function endEarly(wake: Wake, error: unknown): Promise<void> {
+  const { summary } = wake;
   const skip = (reason: SkipReason, ok: boolean) =>
     Object.assign(summary, { ok, skipped: true, reason, message: errorMessage(error) });
+  const { signal } = wake.stop;
+  if (error instanceof StoppedError || (signal !== null && !(error instanceof HaltError))) {
+    // What failed once the process was told to end, failed by that: a terminal tells its children too.
+    const message = signal === null ? errorMessage(error) : `ended by ${signal}`;
+    Object.assign(summary, { ok: false, message });
+    return logSafely(wake, "INFO", "TICK_STOPPED", { tick: summary.tick, message });
+  }
   if (error instanceof SkipError) {
     const isFailure = [
       "gate_failed",
@@ -3635,24 +3765,14 @@ async function endEarly(tick: Tick, error: unknown): Promise<void> {
       "context_floor",
     ].includes(error.reason);
     skip(error.reason, !isFailure);
-    if (error.reason.startsWith("harness_") && !tick.isDryRun) {
-      await countFailure(tick, error.message);
-    }
-  } else if (error instanceof BackoffError) {
-    tick.state.not_before = error.notBefore;
-    saveState(join(tick.dir, ".state.loop"), tick.state);
-    skip("backoff", true);
   } else if (error instanceof HaltError) {
-    await halt(tick, error.haltReason, error.message);
+    await halt(wake, error.haltReason, error.message);
     skip(error.skip ?? "halted", false);
     summary.skipped = error.skip !== null;
-  } else if (error instanceof StoppedError) {
-    Object.assign(summary, { ok: false, message: error.message });
-    return;
   } else {
     skip("gate_failed", false);
   }
-  const state = readStateOrNull(tick.dir);
+  const state = readStateOrNull(wake.dir);
   if (state !== null) {
     Object.assign(summary, {
       iteration_count: state.iteration_count,
@@ -3660,7 +3780,8 @@ async function endEarly(tick: Tick, error: unknown): Promise<void> {
       halt_reason: state.halt_reason,
     });
   }
-  logSkip(tick.dir, summary, tick.isDryRun);
+  const { reason, message } = summary;
+  logOnce(wake, "INFO", "TICK_SKIPPED", { reason, message });
 }
 
 function readStateOrNull(dir: string): LoopState | null {
@@ -3737,17 +3858,23 @@ export async function runTick(options: TickOptions): Promise<Summary> {
       skip("not_due", true, "the interval since the last tick is not over yet");
       return summary;
     }
-    const lock = await acquireLock(join(dir, ".state.lock"), 0);
-    if (lock === null) {
+    const lockPath = join(dir, ".state.lock");
+    const isLockless = options.isDryRun && !existsSync(lockPath);
+    const lock = isLockless ? null : await acquireLock(lockPath, 0);
+    if (lock === null && !isLockless) {
       skip("tick_in_progress", true, describeRunningTick(dir));
       return summary;
     }
     try {
-      rotateScheduleLog(dir);
-      await runLockedTick(options, { dir, lock, summary, slot });
-      if (!options.isDryRun) noteSlot(dir, slot);
+      if (!options.isDryRun) rotateScheduleLog(dir);
+      const { framework, project, loop, isDryRun, stop } = options;
+      const startedAt = new Date().toISOString();
+      const runId = crypto.randomUUID();
+      const where = { framework, project, loop, dir };
+      await runLockedTick({ ...where, isDryRun, stop, lock, runId, startedAt, summary }, slot);
+      if (!isDryRun) noteSlot(dir, slot);
     } finally {
-      lock.close();
+      lock?.close();
     }
   } catch (error) {
     skip("gate_failed", false, errorMessage(error));
@@ -3795,67 +3922,43 @@ function describeRunningTick(dir: string): string {
     : `process ${note.pid} is in a tick since ${note.started_at}`;
 }
 
-async function runLockedTick(
-  options: TickOptions,
-  { dir, lock, summary, slot }: {
-    dir: string;
-    lock: Deno.FsFile;
-    summary: Summary;
-    slot: string | undefined;
-  },
-): Promise<void> {
-  const { framework, project, loop, isDryRun } = options;
-  const runId = crypto.randomUUID();
+async function runLockedTick(wake: Wake, slot: string | undefined): Promise<void> {
+  const { dir, runId, summary, isDryRun } = wake;
   if (!isDryRun) {
     await sweepLastRun(dir, summary);
     removeScratch(dir);
   }
-  const holder = { lock, loop, runId, startedAt: new Date().toISOString(), isDryRun };
-  writeLockNote(holder, null);
-  const shell = { ...options, dir, summary } as Tick;
-  let tick: Tick = shell;
+  writeLockNote(wake, runId, null);
   try {
-    await timed(summary, "gate", () => passGate(shell));
-    const statePath = join(dir, ".state.loop");
-    const state = parseLoopState(Deno.readTextFileSync(statePath), statePath);
-    if (slot !== undefined) state.last_slot = slot;
-    const configPath = join(dir, "loop.json");
-    const { config, warnings } = parseLoopConfig(Deno.readTextFileSync(configPath), configPath);
-    tick = {
-      ...options,
-      dir,
-      config,
-      models: readModels(project, framework),
-      state,
-      number: state.iteration_count + 1,
-      lock,
-      runId,
-      startedAt: holder.startedAt,
-      summary,
-      windowTokens: 0,
-      cwd: project,
-      isGit: false,
-      task: describeFutureTask("", "", dir),
-      verdictNonce: crypto.randomUUID(),
-    };
-    Object.assign(summary, {
-      tick: tick.number,
-      iteration_count: state.iteration_count,
-      status: state.status,
-      halt_reason: state.halt_reason,
-    });
-    for (const warning of warnings) warn(tick, warning);
-    await runSteps(tick);
+    await timed(summary, "gate", () => passGate(wake));
+    await runSteps(openLoop(wake, slot));
   } catch (error) {
-    await endEarly(tick, error);
+    await endEarly(wake, error);
   } finally {
-    writeLockNote({ ...holder, runId: null }, null);
+    writeLockNote(wake, null, null);
   }
+}
+
+/** Reads a loop's state and settings, which the gate has found to be sound. */
+function openLoop(wake: Wake, slot: string | undefined): OpenLoop {
+  const { dir, summary } = wake;
+  const statePath = join(dir, ".state.loop");
+  const state = parseLoopState(Deno.readTextFileSync(statePath), statePath);
+  if (slot !== undefined) state.last_slot = slot;
+  const configPath = join(dir, "loop.json");
+  const { config, warnings } = parseLoopConfig(Deno.readTextFileSync(configPath), configPath);
+  const models = readModels(wake.project, wake.framework);
+  const loop = { ...wake, config, models, state, number: state.iteration_count + 1 };
+  const { iteration_count, status, halt_reason } = state;
+  Object.assign(summary, { tick: loop.number, iteration_count, status, halt_reason });
+  for (const warning of warnings) warn(loop, warning);
+  return loop;
 }
 
 /** One line that says what a tick did, or why it did nothing. */
 export function renderSummary(summary: Summary): string {
-  const { loop, tick, task, verdict, phase, next_phase: next, reason, message } = summary;
+  const { loop, tick, task, verdict, phase, next_phase: next, reason } = summary;
+  const message = summary.message === null ? null : toOneLine(summary.message);
   if (reason !== null) {
     return `${loop}: ${summary.skipped ? "skipped" : "ended"} (${reason}): ${message}`;
   }
@@ -3889,6 +3992,7 @@ async function runDaemon(
     if (stop.signal !== null) break;
     last = await runTick(options);
     ticks++;
+    for (const warning of last.warnings) console.error(`warning: ${toOneLine(warning)}`);
     console.error(renderSummary(last));
     if (last.status === "complete" || last.reason === "complete") {
       endedBy = "complete";
@@ -4035,7 +4139,7 @@ export async function runLoopRunner(args: readonly string[]): Promise<number> {
       return 0;
     }
     const summary = await runTick({ ...options, ...due });
-    for (const warning of summary.warnings) console.error(`warning: ${warning}`);
+    for (const warning of summary.warnings) console.error(`warning: ${toOneLine(warning)}`);
     if (given.has("json")) console.log(JSON.stringify({ schema_version: 1, ...summary }));
     // A line at each wake that is no tick would fill the schedule's log.
     else if (summary.reason !== "not_due") console.log(renderSummary(summary));

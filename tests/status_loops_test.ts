@@ -59,14 +59,8 @@ Deno.test("a loop is made from a template, with the files that come with it", as
   writeTask(scratch, "one");
   const made = await accept(scratch, ["--create-loop=night", "--from-template=mine"], { env });
   const dir = loopDir(scratch, "night");
-  assertEquals(made, {
-    schema_version: 1,
-    ok: true,
-    loop: "night",
-    template: "mine",
-    dir,
-    task: null,
-  });
+  const { ok, loop, template, task } = made;
+  assertEquals([ok, loop, template, task, made.dir], [true, "night", "mine", null, dir]);
   assertEquals(readJson(join(dir, "loop.json")), {
     $schema: join(env.AUTOMATON_HOME!, "templates/loops/loop.schema.json"),
     name: "night",

@@ -2417,17 +2417,17 @@ export function quoteCronWord(word: string): string {
 }
 
 /**
- * Quotes the program of an ExecStart line: systemd unescapes backslashes and expands `%` (checked with
- * 252). `$` stays as it is: variables are not expanded in the program's own path.
+ * Quotes an argument of an ExecStart line: systemd unescapes backslashes and expands `%` and `$` (252).
+ * Not for the program itself, whose path may hold neither quotes nor backslashes.
  *
  * @example
  * ```ts
- * import { quoteSystemdPath } from "./status.ts";
- * if (quoteSystemdPath('/a "b"%') !== '"/a \\"b\\"%%"') throw new Error("wrong quoting");
+ * import { quoteSystemdArgument } from "./status.ts";
+ * if (quoteSystemdArgument('/a "b"$%') !== '"/a \\"b\\"$$%%"') throw new Error("wrong quoting");
  * ```
  */
-export function quoteSystemdPath(path: string): string {
-  return `"${path.replace(/["\\]/g, "\\$&").replaceAll("%", "%%")}"`;
+export function quoteSystemdArgument(word: string): string {
+  return `"${word.replace(/["\\]/g, "\\$&").replace(/[$%]/g, "$&$&")}"`;
 }
 
 /**
@@ -2529,6 +2529,9 @@ export function renderCronLines({ plan, script, log, unit }: ScheduleJob): strin
   return renderCronTimes(plan.periodMin).map((time) => `${time} ${command}`);
 }
 
+const renderExecStart = (script: string): string =>
+  `ExecStart=/bin/sh ${quoteSystemdArgument(script)}`;
+
 /** A systemd timer and the service that it starts (systemd 252: `systemd-analyze --user verify`). */
 export function renderSystemdUnits(
   { loop, plan, script, timeoutS, unit }: ScheduleJob,
@@ -2552,7 +2555,7 @@ Description=One tick of Automaton loop ${loop}
 
 [Service]
 Type=oneshot
-ExecStart=${quoteSystemdPath(script)}
+${renderExecStart(script)}
 TimeoutStartSec=${timeoutS ?? "infinity"}
 KillMode=control-group
 Nice=10
@@ -3056,7 +3059,7 @@ const SYSTEMD_DRIVER: SchedulerDriver = {
   },
   isTaken: (job, host) => {
     const service = join(host.unitDir, `${job.unit}.service`);
-    return Promise.resolve(holdsOther(service, `ExecStart=${quoteSystemdPath(job.script)}\n`));
+    return Promise.resolve(holdsOther(service, `${renderExecStart(job.script)}\n`));
   },
   install: async (job, host) => {
     writeUnits(SYSTEMD_DRIVER.render(job, host));

@@ -4837,7 +4837,14 @@ async function runLoopLog(invocation: Invocation): Promise<Answer> {
   const dir = findLoopDir(invocation.project, readText(invocation, "loop-log"));
   const bounds = { min: 1, max: 1_000_000 };
   const count = readWholeNumber(invocation.given, "lines", bounds) ?? DEFAULT_LOG_LINES;
-  if (invocation.given.has("follow")) await followLog(dir, count, invocation.given.has("json"));
+  if (invocation.given.has("follow")) {
+    try {
+      await followLog(dir, count, invocation.given.has("json"));
+    } catch (error) {
+      if (!(error instanceof Deno.errors.BrokenPipe)) throw error;
+      return { json: {}, text: "" }; // Nobody reads any more.
+    }
+  }
   const lines = readLastLines(listLogs(dir), count);
   const text = lines.length === 0 ? "the log is empty" : lines.map(renderLogLine).join("\n");
   return { json: { lines: lines.map(parseLogLine) }, text };
@@ -4876,8 +4883,11 @@ function renderLogLine(line: string): string {
 /** Prints the last lines of a log and what is appended to it, also across its rotation. */
 async function followLog(dir: string, count: number, isJson: boolean): Promise<never> {
   const path = join(dir, ".state.log");
+  // Not by console.log(), which does not tell when the reader has gone.
   const print = (lines: readonly string[]) => {
-    for (const line of lines) console.log(isJson ? line : renderLogLine(line));
+    const text = lines.map((line) => `${isJson ? line : renderLogLine(line)}\n`).join("");
+    const bytes = new TextEncoder().encode(text);
+    for (let done = 0; done < bytes.length;) done += Deno.stdout.writeSync(bytes.subarray(done));
   };
   while (!existsSync(path)) await sleep(FOLLOW_INTERVAL_MS);
   let file = Deno.openSync(path);

@@ -646,6 +646,24 @@ Deno.test("--follow prints what is appended, across a rotation, until it is ende
   assertEquals(seen.trimEnd().split("\n").map((each) => each.slice(-1)), [..."2345678"]);
 });
 
+Deno.test("--follow ends when nobody reads any more", async () => {
+  using scratch = makeScratch();
+  const path = join(writeLoop(scratch, "night"), ".state.log");
+  writeFile(path, '{"n":1}\n');
+  const child = startProgram(scratch, "status", ["--loop-log=night", "--follow", "--json"]);
+  const reader = child.stdout.getReader();
+  assertEquals(new TextDecoder().decode((await reader.read()).value), '{"n":1}\n');
+  await reader.cancel();
+  let hasEnded = false;
+  const ended = child.status.finally(() => hasEnded = true);
+  await poll("end", () => {
+    Deno.writeTextFileSync(path, '{"n":2}\n', { append: true });
+    return hasEnded;
+  });
+  const stderr = await new Response(child.stderr).text();
+  assertEquals([(await ended).code, stderr], [0, ""]);
+});
+
 Deno.test("a log that cannot be written stops no brake", async () => {
   using scratch = makeScratch();
   const dir = writeLoop(scratch, "night");

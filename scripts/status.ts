@@ -2436,18 +2436,15 @@ export function quoteSystemdArgument(word: string): string {
  * @example
  * ```ts
  * import { escapeXml } from "./status.ts";
- * if (escapeXml("a<b&c") !== "a&lt;b&amp;c") throw new Error("wrong escape");
+ * if (escapeXml("a<b&c") !== "a&#60;b&#38;c") throw new Error("wrong escape");
  * ```
  */
 export function escapeXml(text: string): string {
-  const names: Record<string, string> = {
-    "&": "&amp;",
-    "<": "&lt;",
-    ">": "&gt;",
-    '"': "&quot;",
-    "'": "&apos;",
-  };
-  return text.replace(/[&<>"']/g, (character) => names[character]!);
+  // The last two are ends of lines to parsers that go by XML 1.1.
+  return text.replace(
+    /[&<>"'\u0085\u2028]/g,
+    (character) => `&#${character.charCodeAt(0)};`,
+  );
 }
 
 /**

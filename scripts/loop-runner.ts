@@ -3265,8 +3265,13 @@ async function guardControls(tick: Tick, before: Controls, role: RoleName): Prom
   for (const [path] of changed) {
     const text = before.get(path) ?? null;
     if (text === null) continue;
-    if (basename(path).startsWith(".state.loop")) writeFileAtomic(path, text);
-    else writeFresh(outputPath(tick, `before-${basename(path)}`), text);
+    if (!basename(path).startsWith(".state.loop")) {
+      writeFresh(outputPath(tick, `before-${basename(path)}`), text);
+      continue;
+    }
+    // No file can be renamed onto a folder.
+    if (isDirectory(path)) Deno.removeSync(path, { recursive: true });
+    writeFileAtomic(path, text);
   }
   const names = changed.map(([path]) => path);
   if (!isLockOurs) names.push(join(tick.dir, ".state.lock"));

@@ -6,16 +6,19 @@
  * person may approve. Loops have brakes, which `--check-gate` applies before every tick. Commands and
  * options are listed by `--help`, from the tables at the end of this file.
  *
- * Reads and writes below `<project>/.automaton/` alone: `tasks/<task>/.state` with its documents,
- * `loops/<name>/` with `loop.json`, `.state.loop`, `.state.log`, `.state.lock` and `pause.request`,
- * and `models.json`. Reads `config.md` and `templates/loops/` of the framework.
+ * Files below `<project>/.automaton/`: `models.json`; `tasks/<task>/` with `.state`, `.state.bak`,
+ * `.state.lock` and the documents; `loops/<name>/` with `loop.json`, `cost.json`, `.state.loop` and its
+ * copies, `.state.log` and its rotations, `.state.lock`, `pause.request`, `schedule.json`, the script that
+ * a scheduler starts, and `worktree/`. Elsewhere only the units of a person's own scheduler are written.
+ * Of the framework `config.md`, `models.json` and `templates/` are read.
  *
  * Environment: AUTOMATON_HOME (framework), AUTOMATON_PROJECT (project), AUTOMATON_NO_LOOP_LOCK=1 (the
- * caller holds the loop's lock), and what a tick gives its harness: AUTOMATON_LOOP, AUTOMATON_ROLE,
- * AUTOMATON_TASK, AUTOMATON_OP_FILE, from which the role guard decides.
+ * caller holds the loop's lock), what a tick gives its harness (AUTOMATON_LOOP, AUTOMATON_ROLE,
+ * AUTOMATON_TASK, AUTOMATON_OP_FILE), from which the role guard decides, AUTOMATON_PLATFORM (the
+ * scheduler's platform, for tests), and HOME, PATH and the user's name for schedules.
  *
- * Permissions: read and write (a project may lie anywhere), run (git), env (the names above), sys
- * (none but the host's name). No network.
+ * Permissions: read and write (a project may lie anywhere), run (git, the scheduler's tools, a loop's
+ * hooks), env (the names above), sys (the host's name, the user's id). No network.
  *
  * Exit codes: 0 done, or a gate that says no; 1 refused or failed; 2 usage.
  *

@@ -360,7 +360,11 @@ make_schedule() {
 # What the doctor finds is said; it does not undo an installation.
 ask_doctor() {
   result=0
-  program status --doctor || result=$?
+  if [ -d "$automaton" ]; then
+    program status --doctor || result=$?
+  else
+    (cd / && bounded 180 "$bin/status$exe" --doctor) || result=$?
+  fi
   case $result in
     0) ;;
     2) say 'this version has no --doctor to check the installation' ;;

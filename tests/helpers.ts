@@ -93,8 +93,13 @@ export function removeTree(dir: string): void {
   }
 }
 
-/** The words that start a program in its source form. */
+/**
+ * The words that start a program: its source, or, when AUTOMATON_TEST_PROGRAMS names a folder with compiled
+ * programs, the one in there.
+ */
 export function programArgv(program: Program): string[] {
+  const folder = Deno.env.get("AUTOMATON_TEST_PROGRAMS");
+  if (folder) return [join(folder, program)];
   const script = join(ROOT, "scripts", `${program}.ts`);
   return [Deno.execPath(), "run", "-q", "--no-prompt", `-P=${program}`, script];
 }

@@ -844,7 +844,9 @@ testInstall("says which states it does not know and leaves them alone", async (s
 Deno.test("an installed checkout without packages gets them", { ignore: !HAS_SH }, async () => {
   using scratch = makeScratch();
   const checkout = copyCheckout(join(scratch.dir, "bare"), false);
-  await install(scratch, checkout, ["--no-loop"]);
+  const { stdout, stderr } = await install(scratch, checkout, ["--no-loop"]);
+  assertMatch(stdout, /^ok +program status /m);
+  assert(!stderr.includes("to mend"), stderr);
   assertNotEquals(names(join(checkout, "vendor")), []);
   assertEquals((await program(scratch, checkout, "status", ["--version"])).code, 0);
   assert(!existsSync(join(checkout, ".automaton")), "--no-loop makes none");

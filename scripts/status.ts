@@ -330,7 +330,13 @@ function findHint(error: unknown): string | undefined {
 /** Prints how a program failed, in words on stderr and for `--json` as the last line of stdout. */
 export function reportFailure(error: unknown, program: string, args: readonly string[]): number {
   const words = (error instanceof Error ? error.message : `${error}`).replace(/\p{Cc}+/gu, " ");
-  const message = words.startsWith("Cannot ") ? words : `Cannot go on: ${words}`;
+  // How Deno words what the system refused (2.6 and 2.9): "<problem> (os error <n>): <verb> '<path>'".
+  const [, problem, verb, path] = /^(.+) \(os error \d+\): (\w+) '(.+)'$/.exec(words) ?? [];
+  const message = path !== undefined
+    ? `Cannot ${verb} "${path.replace("' -> '", '" to "')}": ${problem}`
+    : words.startsWith("Cannot ")
+    ? words
+    : `Cannot go on: ${words}`;
   const hint = findHint(error);
   console.error(`${program}: ${message}`);
   if (hint !== undefined) console.error(`hint: ${hint}`);

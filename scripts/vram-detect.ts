@@ -4,21 +4,20 @@
  *
  * Prints one number with its derivation, or null with a reason. The number comes from the first of
  * AUTOMATON_CONTEXT_TOKENS, the window that models.json declares, and a model file (GGUF, a folder
- * with config.json and safetensors, an ollama manifest) measured against the memory of the machine.
- * There is no default: where nothing is known, nothing is claimed. The one place that keeps memory
- * back is computeBudget().
+ * with config.json and safetensors, an ollama manifest) measured against the memory that is free.
+ * There is no default: where nothing is known, nothing is claimed.
  *
  * A figure holds for llama.cpp and what is built on it (ollama), with flash attention and all layers
  * on the devices that count. Slots share the cells that keep the whole context, as llama-server's
- * unified cache does; each has its own window and recurrent state. Beside the fields that other
- * programs read, a model of models.json may name its projector: `"mmproj": "FILE.gguf"`.
+ * unified cache does; each has its own window and recurrent state. Memory that a model takes which
+ * is loaded already is not free: the window of a running server is better declared than measured.
  *
  * Reads: `<project>/.automaton/models.json`, else `<framework>/models.json` (outside a project the
- * framework counts as one); the model's files; on Linux /proc and /sys, through `sh`, because Deno
- * itself may not. Runs: nvidia-smi, rocm-smi, sysctl,
- * reg, powershell, sh, each with a deadline. Writes nothing.
+ * framework counts as one); its `gguf` and `mmproj` are paths from that file's folder, or begin with
+ * `~`; the model's files; on Linux /proc and /sys, through `sh`, because Deno itself may not.
+ * Runs: nvidia-smi, rocm-smi, sysctl, reg, powershell, sh, each with a deadline. Writes nothing.
  * Environment: AUTOMATON_CONTEXT_TOKENS, AUTOMATON_HOME, AUTOMATON_PROJECT, CUDA_VISIBLE_DEVICES,
- * HIP_VISIBLE_DEVICES, HOME, NO_COLOR, OLLAMA_MODELS, PATH, ROCR_VISIBLE_DEVICES, USERPROFILE.
+ * HIP_VISIBLE_DEVICES, HOME, OLLAMA_MODELS, PATH, ROCR_VISIBLE_DEVICES, USERPROFILE.
  * Permissions: read, env, run; no network, no writing.
  * Exit codes: 0 a figure was found, 1 none could be, 2 usage error.
  *
@@ -27,7 +26,7 @@
 
 import { parseArgs } from "@std/cli";
 import { parse as parseJsonc } from "@std/jsonc";
-import { basename, dirname, fromFileUrl, isAbsolute, join, resolve } from "@std/path";
+import { basename, dirname, fromFileUrl, join, resolve } from "@std/path";
 
 // --- Constants ---
 
@@ -44,6 +43,9 @@ const CONTEXT_STEP_TOKENS = 256;
 /** llama.cpp's default physical batch, `--ubatch-size` (2026-09). */
 const DEFAULT_UBATCH_TOKENS = 512;
 
+/** No window, count or size in a model's header is larger: llama.cpp keeps them in 32 bits. */
+const LARGEST_COUNT = 2 ** 31;
+
 /**
  * Kept back on each device for the driver, the screen and fragmentation: the larger of the two. A
  * share alone is too thin on 24 GB cards (llama.cpp's `--fit-target` is 1024 MiB, 2026-09).
@@ -57,66 +59,30 @@ const HEADROOM_SHARE = 0.03;
  */
 const LARGEST_VOCAB_TOKENS = 262400;
 
-/** One storage format of numbers: `blockBytes` hold `blockElements` of them. */
-interface BlockFormat {
-  blockElements: number;
-  blockBytes: number;
-}
-
-/** Cache types that llama.cpp accepts for `--cache-type-k` and `-v` (ggml's block sizes, 2026-09). */
-const KV_TYPES: Readonly<Record<string, BlockFormat>> = {
-  f32: { blockElements: 1, blockBytes: 4 },
-  f16: { blockElements: 1, blockBytes: 2 },
-  bf16: { blockElements: 1, blockBytes: 2 },
-  q8_0: { blockElements: 32, blockBytes: 34 },
-  q5_1: { blockElements: 32, blockBytes: 24 },
-  q5_0: { blockElements: 32, blockBytes: 22 },
-  q4_1: { blockElements: 32, blockBytes: 20 },
-  q4_0: { blockElements: 32, blockBytes: 18 },
-  iq4_nl: { blockElements: 32, blockBytes: 18 },
-};
+/** How ggml stores numbers: `bytes` hold a block of `elements`. */
+type BlockFormat = readonly [id: number, name: string, elements: number, bytes: number];
 
 /**
- * Tensor types by their number in a GGUF file: name, elements and bytes of a block (ggml.h and
- * ggml-common.h of llama.cpp, 2026-09). Numbers that are not here were removed or are not known.
+ * ggml's formats, each with its number in GGUF files (ggml.h and ggml-common.h of llama.cpp,
+ * 2026-09). Numbers that are not here were removed or are not known.
  */
-const TENSOR_TYPES: Readonly<Record<number, readonly [string, number, number]>> = {
-  0: ["f32", 1, 4],
-  1: ["f16", 1, 2],
-  2: ["q4_0", 32, 18],
-  3: ["q4_1", 32, 20],
-  6: ["q5_0", 32, 22],
-  7: ["q5_1", 32, 24],
-  8: ["q8_0", 32, 34],
-  9: ["q8_1", 32, 36],
-  10: ["q2_k", 256, 84],
-  11: ["q3_k", 256, 110],
-  12: ["q4_k", 256, 144],
-  13: ["q5_k", 256, 176],
-  14: ["q6_k", 256, 210],
-  15: ["q8_k", 256, 292],
-  16: ["iq2_xxs", 256, 66],
-  17: ["iq2_xs", 256, 74],
-  18: ["iq3_xxs", 256, 98],
-  19: ["iq1_s", 256, 50],
-  20: ["iq4_nl", 32, 18],
-  21: ["iq3_s", 256, 110],
-  22: ["iq2_s", 256, 82],
-  23: ["iq4_xs", 256, 136],
-  24: ["i8", 1, 1],
-  25: ["i16", 1, 2],
-  26: ["i32", 1, 4],
-  27: ["i64", 1, 8],
-  28: ["f64", 1, 8],
-  29: ["iq1_m", 256, 56],
-  30: ["bf16", 1, 2],
-  34: ["tq1_0", 256, 54],
-  35: ["tq2_0", 256, 66],
-  39: ["mxfp4", 32, 17],
-  40: ["nvfp4", 64, 36],
-  41: ["q1_0", 128, 18],
-  42: ["q2_0", 64, 18],
-};
+// deno-fmt-ignore -- a table: a family a line.
+const BLOCK_FORMATS: readonly BlockFormat[] = [
+  [0, "f32", 1, 4], [1, "f16", 1, 2], [30, "bf16", 1, 2], [28, "f64", 1, 8],
+  [24, "i8", 1, 1], [25, "i16", 1, 2], [26, "i32", 1, 4], [27, "i64", 1, 8],
+  [2, "q4_0", 32, 18], [3, "q4_1", 32, 20], [6, "q5_0", 32, 22], [7, "q5_1", 32, 24],
+  [8, "q8_0", 32, 34], [9, "q8_1", 32, 36], [41, "q1_0", 128, 18], [42, "q2_0", 64, 18],
+  [10, "q2_k", 256, 84], [11, "q3_k", 256, 110], [12, "q4_k", 256, 144], [13, "q5_k", 256, 176],
+  [14, "q6_k", 256, 210], [15, "q8_k", 256, 292],
+  [16, "iq2_xxs", 256, 66], [17, "iq2_xs", 256, 74], [22, "iq2_s", 256, 82],
+  [18, "iq3_xxs", 256, 98], [21, "iq3_s", 256, 110], [19, "iq1_s", 256, 50], [29, "iq1_m", 256, 56],
+  [20, "iq4_nl", 32, 18], [23, "iq4_xs", 256, 136],
+  [34, "tq1_0", 256, 54], [35, "tq2_0", 256, 66], [39, "mxfp4", 32, 17], [40, "nvfp4", 64, 36],
+];
+const TENSOR_FORMATS = new Map(BLOCK_FORMATS.map((format) => [format[0], format]));
+
+/** What llama.cpp accepts for `--cache-type-k` and `-v` (2026-09). */
+const KV_TYPES = ["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"];
 
 /** Limits of a GGUF header. Real headers hold some fifty keys and a few thousand tensors. */
 const GGUF_LIMITS = {
@@ -169,23 +135,15 @@ interface WindowRule {
   onlyLayers?: number;
 }
 
-/** Which layers keep a recurrent state. */
-type RecurrentRule =
-  /** Every layer, and none attends. */
-  | "all"
-  /** Every layer, and each attends too. */
-  | "beside"
-  /** All but every Nth layer, N being `full_attention_interval`. */
-  | "interval"
-  /** Layers without KV heads. */
-  | "headless"
-  /** Layers without KV heads and without a feed-forward part. */
-  | "headless-without-ff";
-
 /** What sets an architecture apart from plain attention on every layer. */
 interface ArchitectureRule {
   window?: WindowRule;
-  recurrent?: RecurrentRule;
+  /**
+   * Which layers keep a recurrent state: all and none attends; all and each attends "beside" it; all
+   * but every Nth ("interval", N being `full_attention_interval`); those without KV heads; of these
+   * only those without a feed-forward part.
+   */
+  recurrent?: "all" | "beside" | "interval" | "headless" | "headless-without-ff";
   /** Which numbers give the size of the recurrent state. */
   state?: "ssm" | "shortconv" | "wkv";
   /** For wkv: how many earlier embeddings are kept. */
@@ -194,16 +152,18 @@ interface ArchitectureRule {
   defaultKvLayers?: number;
   /** Keeps more than K and V in a way that is not known here. */
   isRefused?: boolean;
+  /** Not in the tables: nothing that would make the figure smaller is believed. */
+  isUnknown?: boolean;
 }
 
 /** Architectures with K and V on every layer. phi3 and llama ignore `attention.sliding_window`. */
-const PLAIN_ARCHITECTURES = "apertus arcee arctic baichuan bailingmoe bailingmoe2 bitnet bloom " +
-  "chatglm codeshell command-r dbrx deci deepseek deepseek2 dots1 dream ernie4_5 ernie4_5-moe " +
-  "exaone falcon gemma glm4 glm4moe gpt2 gptj gptneox granite granitemoe grok grovemoe " +
-  "hunyuan-dense hunyuan-moe internlm2 jais llada llada-moe llama minicpm minicpm3 minimax-m2 " +
-  "mistral3 mpt nemotron olmo olmoe openelm orion phi2 phi3 phimoe plamo plm qwen qwen2 qwen2moe " +
-  "qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe refact seed_oss smollm3 stablelm starcoder " +
-  "starcoder2 xverse";
+const PLAIN_ARCHITECTURES: readonly string[] =
+  ("apertus arcee arctic baichuan bailingmoe bailingmoe2 bitnet bloom chatglm codeshell command-r " +
+    "dbrx deci deepseek deepseek2 dots1 dream ernie4_5 ernie4_5-moe exaone falcon gemma glm4 " +
+    "glm4moe gpt2 gptj gptneox granite granitemoe grok grovemoe hunyuan-dense hunyuan-moe " +
+    "internlm2 jais llada llada-moe llama minicpm minicpm3 minimax-m2 mistral3 mpt nemotron olmo " +
+    "olmoe openelm orion phi2 phi3 phimoe plamo plm qwen qwen2 qwen2moe qwen2vl qwen3 qwen3moe " +
+    "qwen3vl qwen3vlmoe refact seed_oss smollm3 stablelm starcoder starcoder2 xverse").split(" ");
 
 /**
  * The others (the load_hparams of each architecture in llama.cpp's sources, 2026-09). Where a layer
@@ -253,63 +213,88 @@ const SPECIAL_ARCHITECTURES: Readonly<Record<string, ArchitectureRule>> = {
 const DEFAULT_ATTENTION_INTERVAL = 4;
 
 /** Keys, without the architecture's name, whose arrays hold one entry a layer and are kept. */
-const PER_LAYER_KEYS: ReadonlySet<string> = new Set([
+const PER_LAYER_KEYS: readonly string[] = [
   "attention.head_count",
   "attention.head_count_kv",
   "attention.sliding_window_pattern",
   "feed_forward_length",
-]);
+];
 
 /** `model_type` of a Hugging Face config.json → the architecture's name in GGUF files, if another. */
+// deno-fmt-ignore -- a table: a family a line.
 const HF_ARCHITECTURES: ReadonlyMap<string, string> = new Map([
   ["cohere", "command-r"],
-  ["deepseek_v2", "deepseek2"],
-  ["deepseek_v3", "deepseek2"],
-  ["deepseek_v32", "deepseek32"],
+  ["deepseek_v2", "deepseek2"], ["deepseek_v3", "deepseek2"], ["deepseek_v32", "deepseek32"],
   ["falcon_h1", "falcon-h1"],
-  ["gemma3_text", "gemma3"],
-  ["gemma3n_text", "gemma3n"],
-  ["glm4_moe", "glm4moe"],
-  ["glm_moe_dsa", "glm-dsa"],
+  ["gemma3_text", "gemma3"], ["gemma3n_text", "gemma3n"],
+  ["glm4_moe", "glm4moe"], ["glm_moe_dsa", "glm-dsa"],
   ["gpt_oss", "gpt-oss"],
   ["granitemoehybrid", "granitehybrid"],
   ["kimi_k2", "deepseek2"],
   ["lfm2_moe", "lfm2moe"],
   ["llama4_text", "llama4"],
   ["minimax_m2", "minimax-m2"],
-  ["mistral", "llama"],
-  ["mixtral", "llama"],
+  ["mistral", "llama"], ["mixtral", "llama"],
   ["phi", "phi2"],
   ["qwen2_moe", "qwen2moe"],
-  ["qwen3_5", "qwen35"],
-  ["qwen3_5_moe", "qwen35moe"],
-  ["qwen3_moe", "qwen3moe"],
-  ["qwen3_next", "qwen3next"],
+  ["qwen3_5", "qwen35"], ["qwen3_5_moe", "qwen35moe"],
+  ["qwen3_moe", "qwen3moe"], ["qwen3_next", "qwen3next"],
 ]);
-
-/** safetensors refuses headers above 100 MB; ours is bounded like GGUF's. */
-const SAFETENSORS_HEADER_BYTES = 64 * MIB;
-
-/** A probe that has not ended by then is killed. */
-const PROBE_DEADLINE_MS = 5000;
-/** What is kept of a probe's output; all of them print far less. */
-const PROBE_OUTPUT_BYTES = 4 * MIB;
-
-/** GPUs that share the machine's memory and therefore report none of their own (NVIDIA, 2026). */
-const NVIDIA_UNIFIED = /\b(?:GB10|Thor|Orin)\b/;
-
-/** Why the memory of a GPU that shares the machine's is unknown. */
-const HOST_UNKNOWN = "the machine's memory could not be read";
-
-/** An AMD GPU is an APU when it may borrow much more of the machine's memory than it owns. */
-const APU_MIN_GTT_BYTES = 8 * GIB;
-const APU_MIN_GTT_RATIO = 4;
-const APU_MAX_VRAM_BYTES = 4 * GIB;
 
 /** What helps when a model cannot be measured. */
 const DECLARE_HINT = "declare context_tokens of the model in models.json";
 /** What helps when a model's file is damaged. */
 const DAMAGED_HINT = "compare the file's checksum, or download it again";
+/** What helps when nobody knows how much is free. */
+const FREE_HINT = "vram-detect --free-mib N (what is free, in MiB)";
+/** What helps when the window is too small. */
+const RAISE_HINT = "vram-detect --explain says what would raise it; of a model that is loaded " +
+  "already, declare context_tokens in models.json";
+
+/** Real config files, indexes, manifests and headers of safetensors take a few MiB at most. */
+const JSON_LIMIT_BYTES = 16 * MIB;
+
+/** Where ollama's service keeps models on Linux (its install script, 2026-09). */
+const OLLAMA_SERVICE_MODELS = "/usr/share/ollama/.ollama/models";
+
+/** A probe that has not ended by then is killed. */
+const PROBE_DEADLINE_MS = 5000;
+/** A probe that prints more is killed; all of them print far less. */
+const PROBE_OUTPUT_BYTES = 4 * MIB;
+/** Where the probes are that the PATH of a scheduler lacks: WSL's driver, ROCm, macOS's sysctl. */
+const PROBE_PATH = "/usr/lib/wsl/lib:/opt/rocm/bin:/usr/sbin";
+
+const NOT_INSTALLED = "is not installed";
+
+const NVIDIA_SMI = [
+  "nvidia-smi",
+  "--query-gpu=index,uuid,name,memory.total,memory.free",
+  "--format=csv,noheader,nounits",
+] as const;
+const ROCM_SMI = ["rocm-smi", "--showmeminfo", "vram", "--json"] as const;
+const APPLE_SYSCTL = ["sysctl", "hw.memsize", "hw.optional.arm64", "iogpu.wired_limit_mb"] as const;
+const WINDOWS_REGISTRY = [
+  "reg",
+  "query",
+  "HKLM\\SYSTEM\\CurrentControlSet\\Control\\Class\\{4d36e968-e325-11ce-bfc1-08002be10318}",
+  "/s",
+  "/v",
+  "HardwareInformation.qwMemorySize",
+] as const;
+const WINDOWS_MEMORY = [
+  "powershell",
+  "-NoProfile",
+  "-Command",
+  '$m = Get-CimInstance Win32_OperatingSystem; "$($m.FreePhysicalMemory) $($m.TotalVisibleMemorySize)"',
+] as const;
+
+/** GPUs that share the machine's memory and therefore report none of their own (NVIDIA, 2026). */
+const NVIDIA_UNIFIED = /\b(?:GB10|Thor|Orin)\b/;
+
+/** An AMD GPU is an APU when it may borrow much more of the machine's memory than it owns. */
+const APU_MIN_GTT_BYTES = 8 * GIB;
+const APU_MIN_GTT_RATIO = 4;
+const APU_MAX_VRAM_BYTES = 4 * GIB;
 
 /** Share of memory that macOS lets the GPU use: larger machines allow more (llama.cpp and MLX discussions, 2025). */
 const APPLE_SMALL_BYTES = 36 * GIB;
@@ -319,51 +304,38 @@ const APPLE_LARGE_SHARE = 3 / 4;
 /** Limits of 2^62 and above mean "none" in cgroup v1, which has no word for it. */
 const CGROUP_NO_LIMIT_BYTES = 2 ** 62;
 
-const NVIDIA_QUERY = [
-  "--query-gpu=index,uuid,name,memory.total,memory.free",
-  "--format=csv,noheader,nounits",
+/** Limit, use and droppable cache of a control group, in version 2 and in version 1. */
+const CGROUP_FILES = [
+  ["memory.max", "memory.current", "inactive_file"],
+  ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"],
 ] as const;
-/** WSL keeps the driver's tools out of PATH. */
-const NVIDIA_SMI_PATHS = ["nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi"] as const;
-
-const WINDOWS_DISPLAY_CLASS =
-  "HKLM\\SYSTEM\\CurrentControlSet\\Control\\Class\\{4d36e968-e325-11ce-bfc1-08002be10318}";
 
 /**
- * Prints what Linux tells about memory, each file under a line `==> path`. One process instead of
+ * Prints what Linux tells about memory, each file under a line `==> path`, by one process instead of
  * one for each file. A container sees its own limits at the root of the tree, a session further
  * down: every folder on the way up is shown.
  */
 const LINUX_FACTS_SCRIPT = `
 show() {
-  for file in "$@"; do
-    if [ -r "$file" ] && [ -f "$file" ]; then
-      printf '\\n==> %s\\n' "$file"
-      cat "$file"
-    fi
+  for file; do
+    [ -f "$file" ] && [ -r "$file" ] && printf '\\n==> %s\\n' "$file" && cat "$file"
   done
 }
 show /proc/meminfo /proc/driver/nvidia/version
-for card in /sys/class/drm/card*; do
-  case \${card##*/card} in *[!0-9]*) continue ;; esac
-  show "$card"/device/vendor "$card"/device/uevent "$card"/device/mem_info_vram_total \\
-    "$card"/device/mem_info_vram_used "$card"/device/mem_info_gtt_total \\
-    "$card"/device/mem_info_gtt_used "$card"/lmem_total_bytes "$card"/lmem_avail_bytes \\
-    "$card"/device/lmem_total_bytes "$card"/device/lmem_avail_bytes \\
-    "$card"/device/tile*/physical_vram_size_bytes
+for card in /sys/class/drm/card[0-9] /sys/class/drm/card[0-9][0-9]; do
+  show "$card"/device/vendor "$card"/device/uevent "$card"/device/mem_info_* "$card"/lmem_* \\
+    "$card"/device/lmem_* "$card"/device/tile*/physical_vram_size_bytes
 done
 while IFS=: read -r id kinds path; do
   case $id:,$kinds, in
-    0:,,) root=/sys/fs/cgroup names='memory.max memory.current memory.stat' ;;
-    *,memory,*)
-      root=/sys/fs/cgroup/memory
-      names='memory.limit_in_bytes memory.usage_in_bytes memory.stat'
-      ;;
+    0:,,) root=/sys/fs/cgroup ;;
+    *,memory,*) root=/sys/fs/cgroup/memory ;;
     *) continue ;;
   esac
   path=\${path%/}
   while :; do
-    for name in $names; do show "$root$path/$name"; done
+    show "$root$path"/memory.max "$root$path"/memory.current "$root$path"/memory.stat \\
+      "$root$path"/memory.limit_in_bytes "$root$path"/memory.usage_in_bytes
     [ -n "$path" ] || break
     path=\${path%/*}
   done
@@ -372,11 +344,11 @@ done </proc/self/cgroup
 
 // --- Types ---
 
-/** Where the answer comes from. */
-export type ContextSource = "env" | "models.json" | "gguf" | "hf" | "ollama" | "none";
-
-/** A value of a model's header that is kept: texts, numbers, booleans as 0 and 1, one per layer. */
-export type HeaderValue = string | number | readonly number[];
+/**
+ * A value of a model's header: texts, numbers, booleans as 0 and 1, one number per layer. Null stands
+ * for one that is there and was stepped over.
+ */
+export type HeaderValue = string | number | readonly number[] | null;
 
 /** What a model file says about its model, whatever its format. */
 export interface ModelHeader {
@@ -388,40 +360,37 @@ export interface ModelHeader {
 
 /** A GGUF file's header and what its tensors add up to. */
 export interface GgufFile extends ModelHeader {
-  /** 2 or 3. */
   version: number;
-  /** Tensors of this file. */
   tensorCount: number;
-  /** Bytes of all tensors of this file, without padding. */
-  tensorBytes: number;
   /**
-   * Bytes after the data of the last tensor, more than padding explains: normally 0, else the list
-   * of tensors may be damaged, and they count as weights.
+   * Bytes of all tensors without padding, and of what follows the last tensor beyond padding: such a
+   * surplus may mean a damaged list of tensors. A file that lists none counts as a whole.
    */
+  weightsBytes: number;
+  /** Normally 0. */
   surplusBytes: number;
-  /** The file's size. */
-  fileBytes: number;
   /** Bytes that were read to know this. */
   readBytes: number;
 }
 
-/** Random access to a file's bytes, so that the reader can be tested without files. */
+/** Random access to a file's bytes, so that the readers can be tested without files. */
 export interface ByteSource {
-  /** All bytes there are. */
   sizeBytes: number;
   /** Fills the start of `into` from `offset`; returns how many bytes there were. */
   readAt(offset: number, into: Uint8Array): number;
 }
 
-/** What one layer keeps. */
+/** K and V elements of one head. */
+export type HeadElements = readonly [key: number, value: number];
+
+/** What one layer keeps: K and V elements of a cell, and the recurrent state of a slot. */
 export interface LayerShape {
-  /** K elements of one cell; 0 when the layer keeps none. */
+  /** 0 when the layer keeps none. */
   keyElements: number;
-  /** V elements of one cell; 0 with MLA, where V is part of K. */
+  /** 0 also with MLA, where V is part of K. */
   valueElements: number;
   /** Whether it holds only the sliding window. */
   isSliding: boolean;
-  /** Recurrent state of one slot, in bytes. */
   stateBytes: number;
 }
 
@@ -429,27 +398,30 @@ export interface LayerShape {
 export interface ModelShape {
   /** The architecture's name in GGUF files. */
   architecture: string;
-  /** One entry for each layer. */
   layers: readonly LayerShape[];
-  /** Window of the sliding layers in tokens, 0 where there are none. */
+  /** Window of the sliding layers, 0 where there are none. */
   windowTokens: number;
-  /** Elements of one embedding. */
   embeddingElements: number;
-  /** Rows of the vocabulary. */
   vocabTokens: number;
   /** Largest context the model was made for, or null when the file does not tell. */
   nativeTokens: number | null;
-  /** K and V elements of one head, which a quantised cache must divide into blocks. */
-  headElements: readonly number[];
-  /** Set when the true need may be lower: why. */
+  /** K and V elements of a head, which the block of a cache type must divide: full, sliding. */
+  headElements: readonly HeadElements[];
+  /** Why the true need may be lower; empty when the figures are exact. */
   upperBounds: readonly string[];
+}
+
+/** A model as the solver sees it. */
+export interface SizedModel {
+  shape: ModelShape;
+  /** Weights and projector. */
+  weightsBytes: number;
 }
 
 /** How the model is run. */
 export interface CacheSettings {
-  /** Type of K, a key of the table of cache types. */
+  /** A cache type's name. */
   kvTypeK: string;
-  /** Type of V. */
   kvTypeV: string;
   /** Sequences at the same time; they share the full-context cells. */
   slots: number;
@@ -457,9 +429,8 @@ export interface CacheSettings {
   ubatchTokens: number;
 }
 
-/** What a context of `context_tokens` needs, in bytes. */
+/** What a context needs, in bytes. */
 export interface MemoryAtContext {
-  /** Cells of the full-context layers. */
   context_tokens: number;
   /** Weights and projector. */
   weights_bytes: number;
@@ -469,68 +440,53 @@ export interface MemoryAtContext {
   kv_swa_bytes: number;
   /** Recurrent state of all slots. */
   recurrent_bytes: number;
-  /** The compute buffer. */
   compute_bytes: number;
-  /** All of it. */
   total_bytes: number;
 }
 
-/** One device's memory: a value, or unknown with a reason. A device that is absent is not listed. */
-export interface DeviceReport {
-  /** What tells it from the others: a card's uuid or name. */
-  id: string;
-  /** What it is called. */
-  name: string;
-  /** Whose memory it is: its own, shared with the machine, the machine itself, supposed. */
-  kind: "discrete" | "integrated" | "cpu" | "what-if";
-  /** All it has, or null when unknown. */
+/** What is known of one memory: free bytes, or null with the reason. */
+export interface MemoryReading {
   total_bytes: number | null;
-  /** What is free, or null when unknown. */
   free_bytes: number | null;
-  /** Why `free_bytes` is null. */
   unknown_reason: string | null;
   /** What a reader should know about the figures, for example that they are estimates. */
   note: string | null;
 }
 
-/** What one way of asking found. */
+/** One device that is there. */
+export interface DeviceReport extends MemoryReading {
+  /** What tells it from the others: a card's uuid or name. */
+  id: string;
+  name: string;
+  /** Whose memory it is: its own, shared with the machine, the machine itself, supposed. */
+  kind: "discrete" | "integrated" | "cpu" | "what-if";
+}
+
+/** What one way of asking found: devices, or why there are none or they cannot be known. */
 export interface ProbeReport {
-  /** What was asked about. */
   probe: string;
-  /** Whether devices were found, cannot be known, or are not there. */
   state: "found" | "unknown" | "absent";
-  /** Why unknown or absent; null when found. */
+  /** Null when found. */
   reason: string | null;
-  /** The devices found; of some the memory may be unknown. */
   devices: DeviceReport[];
 }
 
-/** How a probing program ended. */
-export type ProbeOutput =
-  | { end: "exited"; code: number; stdout: string; stderr: string }
-  | { end: "missing" }
-  | { end: "timeout"; deadlineMs: number }
-  | { end: "failed"; message: string };
+/** What a probing program printed, or why it did not. */
+export type ProbeOutput = { code: number; stdout: string; stderr: string } | { problem: string };
 
 /** One device's part of the budget. */
 export interface BudgetTerm {
-  /** The device's name. */
   device: string;
-  /** What is free on it. */
   free_bytes: number;
   /** What is kept back. */
   headroom_bytes: number;
-  /** What is left for the model. */
   usable_bytes: number;
 }
 
-/** What the model may use. */
+/** What the model may use, on which devices. */
 export interface MemoryBudget {
-  /** Whose memory counts. */
-  pool: "discrete" | "integrated" | "cpu" | "what-if";
-  /** One entry for each device that counts. */
+  pool: DeviceReport["kind"];
   terms: BudgetTerm[];
-  /** What is usable on all of them. */
   total_bytes: number;
 }
 
@@ -538,14 +494,13 @@ export interface MemoryBudget {
 export interface BudgetReport extends MemoryBudget {
   /** The largest context that fits, before it is rounded down. */
   exact_context_tokens: number;
-  /** The largest context the model was made for, or null. */
   native_context_tokens: number | null;
   /** What keeps the answer from being larger. */
   limited_by: "memory" | "the native context";
 }
 
 /** A model file that was found and read. */
-interface LoadedModel {
+export interface LoadedModel {
   source: "gguf" | "hf" | "ollama";
   path: string;
   files: number;
@@ -555,47 +510,46 @@ interface LoadedModel {
   warnings: string[];
 }
 
-/** What `--json` prints; the field names are the contract. */
-export interface DetectReport {
-  /** Version of this object. */
-  schema_version: 1;
-  /** The answer, or null when none can be given. */
-  available_context_tokens: number | null;
+/** What `--json` prints; the field names are the contract. What is not known is null. */
+export class DetectReport {
+  readonly schema_version = 1;
+  /** The answer. */
+  available_context_tokens: number | null = null;
   /** The contract's old name for the same number: it counts tokens. */
-  available_context_kb: number | null;
-  /** Whether a loop may run. */
-  loop_mode_eligible: boolean;
-  /** The least that a loop needs. */
-  floor_tokens: number;
-  /** Why there is no answer or why no loop may run, else null. */
-  reason: string | null;
-  /** What to do next, or null. */
-  hint: string | null;
-  /** Where the answer comes from. */
-  source: ContextSource;
-  /** What was asked about, or null. */
-  model: Record<string, string | number | boolean | null> | null;
-  /** The devices that were found. */
-  devices: DeviceReport[];
-  /** How each way of asking ended. */
-  probes: { probe: string; state: string; reason: string | null }[];
-  /** Terms of the derivation in bytes, or null. */
-  memory: Record<string, number> | null;
-  /** What `--context` asked for, or null. */
-  memory_at_context: MemoryAtContext | null;
-  /** What the model may use, or null. */
-  budget: BudgetReport | null;
-  /** What the derivation takes for granted, or null. */
-  assumptions: Record<string, string | number | boolean> | null;
-  /** What a reader should know, one line each. */
-  warnings: string[];
+  available_context_kb: number | null = null;
+  loop_mode_eligible = false;
+  readonly floor_tokens = FLOOR_TOKENS;
+  /** Why there is no answer or why no loop may run. */
+  reason: string | null = null;
+  /** What to do about the reason. */
+  hint: string | null = null;
+  source: "env" | "models.json" | LoadedModel["source"] | "none" = "none";
+  /** What was asked about. */
+  model: Record<string, string | number | boolean | null> | null = null;
+  devices: DeviceReport[] = [];
+  /** How each way of asking for devices ended. */
+  probes: Omit<ProbeReport, "devices">[] = [];
+  /** Fixed terms of the derivation and those for each token. */
+  memory: Record<string, number> | null = null;
+  /** What the context of `--context` needs. */
+  memory_at_context: MemoryAtContext | null = null;
+  budget: BudgetReport | null = null;
+  /** How the model is taken to be run. */
+  assumptions: Record<string, string | number | boolean> | null = null;
+  warnings: string[] = [];
 }
 
-/** The command line, checked. */
+/** The report, with what only the table for people shows. */
+export interface Detection {
+  report: DetectReport;
+  /** What the answer's context needs, or null. */
+  need: MemoryAtContext | null;
+  /** What would raise the answer, one line each. */
+  raises: string[];
+}
+
+/** The command line, checked; what was not given is null. */
 interface DetectOptions {
-  isJson: boolean;
-  isExplain: boolean;
-  isLoopMode: boolean;
   model: string | null;
   kvTypeK: string | null;
   kvTypeV: string | null;
@@ -1056,28 +1010,24 @@ function refusal(message: string, hint = DECLARE_HINT): RefusedError {
   return new RefusedError(message, hint);
 }
 
-/**
- * Bytes of `elements` numbers in a cache type.
- *
- * @param type One of f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl.
- * @param elements How many, a multiple of the type's block.
- * @returns Bytes.
- * @throws RefusedError for an unknown type.
- *
- * @example
- * ```ts
- * import { assertEquals } from "@std/assert";
- * assertEquals(rowBytes("q8_0", 1024), 1088);
- * ```
- */
-export function rowBytes(type: string, elements: number): number {
-  const format = KV_TYPES[type];
-  if (format === undefined) throw refusal(`Cannot size cache type "${type}": not known`);
-  return (elements / format.blockElements) * format.blockBytes;
+function sumOf<T>(items: readonly T[], measure: (item: T) => number): number {
+  return items.reduce((sum, item) => sum + measure(item), 0);
 }
 
 function padTo(value: number, step: number): number {
   return Math.ceil(value / step) * step;
+}
+
+function roundContext(tokens: number): number {
+  return Math.floor(tokens / CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS;
+}
+
+function formatOf(cacheType: string): BlockFormat {
+  const format = KV_TYPES.includes(cacheType)
+    ? BLOCK_FORMATS.find(([, name]) => name === cacheType)
+    : undefined;
+  if (format !== undefined) return format;
+  throw refusal(`Cannot use cache type "${cacheType}": it is none of ${KV_TYPES.join(", ")}`);
 }
 
 /**
@@ -1087,10 +1037,7 @@ function padTo(value: number, step: number): number {
  * window·slots + ubatch, padded to 256), llama-memory-recurrent and the logs of its compute
  * buffers with flash attention, 2026-09.
  *
- * @param model The model's shape and the bytes of its weights, projector included.
- * @param settings How it is run.
  * @param contextTokens Cells of the full-context layers, at least 0.
- * @returns Bytes by term.
  *
  * @example
  * ```ts
@@ -1098,73 +1045,56 @@ function padTo(value: number, step: number): number {
  * const layer = { keyElements: 1024, valueElements: 1024, isSliding: false, stateBytes: 0 };
  * const shape = {
  *   architecture: "llama", layers: Array(32).fill(layer), windowTokens: 0, embeddingElements: 4096,
- *   vocabTokens: 128256, nativeTokens: 8192, headElements: [128], upperBounds: [],
+ *   vocabTokens: 128256, nativeTokens: 8192, headElements: [], upperBounds: [],
  * };
  * const settings = { kvTypeK: "f16", kvTypeV: "f16", slots: 1, ubatchTokens: 512 };
  * assertEquals(memoryAtContext({ shape, weightsBytes: 0 }, settings, 8192).kv_bytes, 2 ** 30);
  * ```
  */
 export function memoryAtContext(
-  model: { shape: ModelShape; weightsBytes: number },
+  { shape, weightsBytes }: SizedModel,
   settings: CacheSettings,
   contextTokens: number,
 ): MemoryAtContext {
-  const { shape, weightsBytes } = model;
-  const perCell = bytesPerCell(shape, settings);
-  const recurrent = sumOf(shape.layers, (layer) => layer.stateBytes) * settings.slots;
-  const compute = 4 * settings.ubatchTokens *
-    (shape.embeddingElements + shape.vocabTokens + contextTokens);
-  const kv = perCell.full * contextTokens;
-  const kvSwa = perCell.sliding * slidingCells(shape, settings, contextTokens);
-  return {
+  const windowCells = shape.windowTokens * settings.slots + settings.ubatchTokens;
+  const slidingCells = padTo(Math.min(contextTokens, windowCells), CONTEXT_STEP_TOKENS);
+  const memory = {
     context_tokens: contextTokens,
     weights_bytes: weightsBytes,
-    kv_bytes: kv,
-    kv_swa_bytes: kvSwa,
-    recurrent_bytes: recurrent,
-    compute_bytes: compute,
-    total_bytes: weightsBytes + kv + kvSwa + recurrent + compute,
+    kv_bytes: bytesPerCell(shape, settings, false) * contextTokens,
+    kv_swa_bytes: bytesPerCell(shape, settings, true) * slidingCells,
+    recurrent_bytes: sumOf(shape.layers, (layer) => layer.stateBytes) * settings.slots,
+    compute_bytes: 4 * settings.ubatchTokens *
+      (shape.embeddingElements + shape.vocabTokens + contextTokens),
   };
+  const { context_tokens: _, ...terms } = memory;
+  return { ...memory, total_bytes: sumOf(Object.values(terms), (bytes) => bytes) };
 }
 
-/** Cells that a sliding layer holds. */
-function slidingCells(shape: ModelShape, settings: CacheSettings, contextTokens: number): number {
-  const window = shape.windowTokens * settings.slots + settings.ubatchTokens;
-  return padTo(Math.min(contextTokens, window), CONTEXT_STEP_TOKENS);
-}
-
-/** K and V bytes of one cell, summed over the layers that keep everything and those that slide. */
-function bytesPerCell(
-  shape: ModelShape,
-  settings: CacheSettings,
-): { full: number; sliding: number } {
-  const cell = (layer: LayerShape) =>
-    rowBytes(settings.kvTypeK, layer.keyElements) + rowBytes(settings.kvTypeV, layer.valueElements);
-  return {
-    full: sumOf(shape.layers, (layer) => layer.isSliding ? 0 : cell(layer)),
-    sliding: sumOf(shape.layers, (layer) => layer.isSliding ? cell(layer) : 0),
-  };
-}
-
-function sumOf<T>(items: readonly T[], measure: (item: T) => number): number {
-  return items.reduce((sum, item) => sum + measure(item), 0);
+/** K and V bytes of one cell, summed over the layers that slide or over those that do not. */
+function bytesPerCell(shape: ModelShape, settings: CacheSettings, isSliding: boolean): number {
+  const rowBytes = ([, , elements, bytes]: BlockFormat, count: number) => count / elements * bytes;
+  const [k, v] = [formatOf(settings.kvTypeK), formatOf(settings.kvTypeV)];
+  const layers = shape.layers.filter((layer) => layer.isSliding === isSliding);
+  return sumOf(
+    layers,
+    (layer) => rowBytes(k, layer.keyElements) + rowBytes(v, layer.valueElements),
+  );
 }
 
 /**
  * The largest context whose memory fits.
  *
- * @param model The model's shape and the bytes of its weights.
- * @param settings How it is run.
  * @param budgetBytes What may be used.
  * @returns Tokens, never above the model's native context; 0 when not even one fits.
  */
 export function largestContext(
-  model: { shape: ModelShape; weightsBytes: number },
+  model: SizedModel,
   settings: CacheSettings,
   budgetBytes: number,
 ): number {
   let fits = 0;
-  let tooLarge = (model.shape.nativeTokens ?? 2 ** 31) + 1;
+  let tooLarge = (model.shape.nativeTokens ?? LARGEST_COUNT) + 1;
   while (tooLarge - fits > 1) {
     const middle = Math.floor((fits + tooLarge) / 2);
     if (memoryAtContext(model, settings, middle).total_bytes <= budgetBytes) fits = middle;
@@ -1181,7 +1111,7 @@ export function largestContext(
  *
  * @param devices All devices found.
  * @returns The budget; a device with less free than its headroom adds nothing.
- * @throws RefusedError when no device's free memory is known.
+ * @throws {RefusedError} When the free memory of no device of the pool is known.
  *
  * @example
  * ```ts
@@ -1197,27 +1127,29 @@ export function computeBudget(devices: readonly DeviceReport[]): MemoryBudget {
     // A card too small to hold anything (a screen's 512 MiB) is no place for a model.
     const members = devices.filter((device) =>
       device.kind === pool &&
-      (pool === "what-if" || (device.total_bytes ?? GIB + 1) > HEADROOM_BYTES)
+      (pool !== "discrete" || device.total_bytes === null || device.total_bytes > HEADROOM_BYTES)
     );
     const terms = members.flatMap((device) => budgetTerm(device) ?? []);
-    if (terms.length > 0) return newBudget(pool, terms);
+    if (terms.length > 0) {
+      // Several integrated entries are views of the same memory: the largest counts.
+      if (pool === "integrated") {
+        terms.splice(
+          0,
+          terms.length,
+          terms.reduce((a, b) => b.usable_bytes > a.usable_bytes ? b : a),
+        );
+      }
+      return { pool, terms, total_bytes: sumOf(terms, (term) => term.usable_bytes) };
+    }
     const unknown = members[0];
     if (unknown !== undefined) {
       throw refusal(
         `free memory of ${unknown.name} is unknown: ${unknown.unknown_reason}`,
-        "vram-detect --free-mib N (what is free on it, in MiB)",
+        FREE_HINT,
       );
     }
   }
-  throw refusal("no device's memory could be read", "vram-detect --free-mib N");
-}
-
-function newBudget(pool: MemoryBudget["pool"], terms: BudgetTerm[]): MemoryBudget {
-  // Several integrated entries are views of the same memory: the largest counts.
-  const counted = pool === "integrated"
-    ? terms.toSorted((a, b) => b.usable_bytes - a.usable_bytes).slice(0, 1)
-    : terms;
-  return { pool, terms: counted, total_bytes: sumOf(counted, (term) => term.usable_bytes) };
+  throw refusal("no device was found whose memory could hold a model", FREE_HINT);
 }
 
 function budgetTerm(device: DeviceReport): BudgetTerm | null {
@@ -1232,58 +1164,79 @@ function budgetTerm(device: DeviceReport): BudgetTerm | null {
   };
 }
 
-function findArchitectureRule(architecture: string): ArchitectureRule | null {
+function findArchitectureRule(architecture: string): ArchitectureRule {
   if (Object.hasOwn(SPECIAL_ARCHITECTURES, architecture)) {
-    return SPECIAL_ARCHITECTURES[architecture] ?? null;
+    return SPECIAL_ARCHITECTURES[architecture]!;
   }
-  return PLAIN_ARCHITECTURES.split(" ").includes(architecture) ? {} : null;
+  return PLAIN_ARCHITECTURES.includes(architecture) ? {} : { isUnknown: true };
 }
 
-/** Reads checked numbers of one architecture from a header. */
-interface HeaderView {
-  architecture: string;
-  header: ModelHeader;
-  has(key: string): boolean;
+/** The numbers of one architecture in a header, checked; keys go without its name. */
+class HeaderReader {
+  readonly architecture: string;
+  readonly rule: ArchitectureRule;
+  readonly layerCount: number;
+  readonly upperBounds: string[] = [];
+
+  constructor(readonly header: ModelHeader) {
+    const architecture = header.values.get("general.architecture");
+    if (typeof architecture !== "string" || architecture === "") {
+      throw refusal("Cannot size model: general.architecture is missing");
+    }
+    this.architecture = architecture;
+    this.rule = findArchitectureRule(architecture);
+    this.layerCount = this.count("block_count") - this.count("nextn_predict_layers", 0);
+    if (this.layerCount < 1 || this.layerCount > GGUF_LIMITS.layers) {
+      throw refusal(`Cannot size model: ${this.layerCount} layers`);
+    }
+  }
+
+  value(key: string): HeaderValue | undefined {
+    return this.header.values.get(`${this.architecture}.${key}`);
+  }
+
+  has(key: string): boolean {
+    return this.value(key) !== undefined;
+  }
+
   /** A whole number from 0 to 2^31, or `fallback` where the key is missing. */
-  count(key: string, fallback?: number): number;
+  count(key: string, fallback?: number): number {
+    const value = this.has(key) ? this.value(key) : fallback;
+    if (value === undefined) {
+      throw refusal(`Cannot size model: ${this.architecture}.${key} is missing`);
+    }
+    return this.#check(key, value);
+  }
+
+  /** The same, but not 0. */
+  size(key: string, fallback?: number): number {
+    const size = this.count(key, fallback);
+    if (size > 0) return size;
+    throw refusal(`Cannot size model: ${this.architecture}.${key} is 0`);
+  }
+
   /** One whole number for each layer, or null where the key is missing. */
-  perLayer(key: string, layers: number): readonly number[] | null;
-}
-
-function viewHeader(header: ModelHeader): HeaderView {
-  const architecture = header.values.get("general.architecture");
-  if (typeof architecture !== "string" || architecture === "") {
-    throw refusal("Cannot size model: general.architecture is missing");
-  }
-  const fullKey = (key: string) => `${architecture}.${key}`;
-  return {
-    architecture,
-    header,
-    has: (key) => header.values.has(fullKey(key)),
-    count(key, fallback) {
-      const value = header.values.get(fullKey(key)) ?? fallback;
-      if (value !== undefined) return checkCount(fullKey(key), value);
-      throw refusal(`Cannot size model: ${fullKey(key)} is missing`);
-    },
-    perLayer(key, layers) {
-      const value = header.values.get(fullKey(key));
-      if (value === undefined) return null;
-      if (typeof value !== "object") {
-        return Array<number>(layers).fill(checkCount(fullKey(key), value));
-      }
-      if (value.length >= layers) return value.map((item) => checkCount(fullKey(key), item));
+  perLayer(key: string): number[] | null {
+    const value = this.value(key);
+    if (value === undefined) return null;
+    const list = typeof value === "object" && value !== null
+      ? value
+      : Array<HeaderValue>(this.layerCount).fill(value);
+    if (list.length < this.layerCount) {
       throw refusal(
-        `Cannot size model: ${fullKey(key)} has ${value.length} entries for ${layers} layers`,
+        `Cannot size model: ${this.architecture}.${key} has ${list.length} entries for ` +
+          `${this.layerCount} layers`,
       );
-    },
-  };
-}
-
-function checkCount(key: string, value: HeaderValue): number {
-  if (typeof value === "number" && Number.isSafeInteger(value) && value >= 0 && value <= 2 ** 31) {
-    return value;
+    }
+    return list.slice(0, this.layerCount).map((item) => this.#check(key, item));
   }
-  throw refusal(`Cannot size model: ${key} is ${JSON.stringify(value)}`);
+
+  #check(key: string, value: HeaderValue | undefined): number {
+    const isCount = typeof value === "number" && Number.isInteger(value) && value >= 0 &&
+      value <= LARGEST_COUNT;
+    if (isCount) return value;
+    throw refusal(`Cannot size model: ${this.architecture}.${key} is ${describeValue(value)}`);
+  }
 }
 
 /**
@@ -1292,122 +1245,110 @@ function checkCount(key: string, value: HeaderValue): number {
  * Source: the load_hparams of llama.cpp's architectures and llama-hparams.cpp, 2026-09.
  *
  * @param header A model's header, GGUF's key names.
- * @returns The shape.
- * @throws RefusedError when a number is missing or out of range, or when the architecture keeps
+ * @throws {RefusedError} When a number is missing or out of range, or when the architecture keeps
  * something whose size is not known (an indexer's cache, an unknown recurrent state).
  */
 export function describeModel(header: ModelHeader): ModelShape {
-  const view = viewHeader(header);
-  const rule = findArchitectureRule(view.architecture);
-  refuseUnknownCaches(view, rule);
-  const layerCount = view.count("block_count") - view.count("nextn_predict_layers", 0);
-  if (layerCount < 1 || layerCount > GGUF_LIMITS.layers) {
-    throw refusal(`Cannot size model: ${layerCount} layers`);
+  const reader = new HeaderReader(header);
+  const { architecture, upperBounds } = reader;
+  refuseUnknownCaches(reader);
+  if (reader.rule.isUnknown) {
+    upperBounds.push(`architecture "${architecture}" is not known: every layer counts as full`);
   }
-  const upperBounds: string[] = [];
-  if (rule === null) {
-    upperBounds.push(
-      `architecture "${view.architecture}" is not known: every layer counts as full`,
-    );
+  const heads = readHeads(reader);
+  const window = readWindow(reader);
+  const layers = readLayers(reader, heads, window.isSliding);
+  if (layers.every((layer) => layer.keyElements === 0 && layer.stateBytes === 0)) {
+    throw refusal("Cannot size model: none of its layers keeps anything of a context");
   }
-  const heads = readHeads(view, rule ?? {}, layerCount);
-  const window = readWindow(view, rule?.window, layerCount, upperBounds);
   return {
-    architecture: view.architecture,
-    layers: buildLayers(view, rule ?? {}, heads, window),
+    architecture,
+    layers,
     windowTokens: window.tokens,
-    embeddingElements: view.count("embedding_length"),
-    vocabTokens: readVocab(view, upperBounds),
-    nativeTokens: view.has("context_length") ? view.count("context_length") : null,
-    headElements: [...heads.elements, ...heads.slidingElements].filter((size) => size > 0),
+    embeddingElements: reader.size("embedding_length"),
+    vocabTokens: readVocab(reader),
+    nativeTokens: reader.has("context_length") ? reader.size("context_length") : null,
+    headElements: [heads.full, heads.sliding],
     upperBounds,
   };
 }
 
-function refuseUnknownCaches(view: HeaderView, rule: ArchitectureRule | null): void {
-  const keys = [...view.header.values.keys()];
-  const indexer = keys.find((key) => key.startsWith(`${view.architecture}.attention.indexer.`));
-  if (rule?.isRefused || indexer !== undefined) {
+function refuseUnknownCaches({ architecture, rule, header }: HeaderReader): void {
+  const keys = [...header.values.keys()];
+  const indexer = keys.find((key) => key.startsWith(`${architecture}.attention.indexer.`));
+  if (rule.isRefused || indexer !== undefined) {
     throw refusal(
-      `Cannot size model: ${indexer ?? `architecture "${view.architecture}"`} ` +
+      `Cannot size model: ${indexer ?? `architecture "${architecture}"`} ` +
         "means an indexer with a cache of its own, whose size is not known",
     );
   }
   const state = keys.find((key) => /^[^.]+\.(?:ssm|wkv|kda|shortconv)\./.test(key));
-  if (rule === null && state !== undefined) {
+  if (rule.isUnknown && state !== undefined) {
     throw refusal(
-      `Cannot size model: architecture "${view.architecture}" is not known and ${state} ` +
+      `Cannot size model: architecture "${architecture}" is not known and ${state} ` +
         "means a recurrent state",
     );
   }
 }
 
-/** Attention heads: how many hold KV on each layer, and K and V elements of one. */
+/** How many heads hold KV on each layer, and the elements of one. */
 interface HeadCounts {
   kv: readonly number[];
-  elements: readonly [number, number];
-  slidingElements: readonly [number, number];
+  full: HeadElements;
+  sliding: HeadElements;
 }
 
-function readHeads(view: HeaderView, rule: ArchitectureRule, layerCount: number): HeadCounts {
+function readHeads(reader: HeaderReader): HeadCounts {
+  const { rule, layerCount } = reader;
   if (rule.recurrent === "all") {
-    const none = [0, 0] as const;
-    return { kv: Array<number>(layerCount).fill(0), elements: none, slidingElements: none };
+    return { kv: Array<number>(layerCount).fill(0), full: [0, 0], sliding: [0, 0] };
   }
-  const query = view.perLayer("attention.head_count", layerCount);
-  const kv = view.perLayer("attention.head_count_kv", layerCount) ?? query;
-  if (kv === null) view.count("attention.head_count");
-  const mostHeads = Math.max(0, ...(query ?? []));
+  const query = reader.perLayer("attention.head_count");
+  const kv = reader.perLayer("attention.head_count_kv") ?? query;
+  if (kv === null) {
+    throw refusal(`Cannot size model: ${reader.architecture}.attention.head_count is missing`);
+  }
+  const mostHeads = Math.max(0, ...query ?? []);
   const derived = mostHeads > 0
-    ? Math.floor(view.count("embedding_length") / mostHeads)
+    ? Math.floor(reader.size("embedding_length") / mostHeads)
     : undefined;
-  const key = view.count("attention.key_length", derived);
-  const value = view.count("attention.value_length", derived);
-  const hasKeyMla = view.has("attention.key_length_mla");
-  if (hasKeyMla !== view.has("attention.value_length_mla")) {
+  const key = reader.size("attention.key_length", derived);
+  const value = reader.size("attention.value_length", derived);
+  const hasKeyMla = reader.has("attention.key_length_mla");
+  if (hasKeyMla !== reader.has("attention.value_length_mla")) {
     throw refusal("Cannot size model: only one of the two _mla lengths is there");
   }
+  const keepsValues = !hasKeyMla || rule.isUnknown;
   return {
-    kv: kv ?? [],
-    elements: [key, hasKeyMla ? 0 : value],
-    slidingElements: [
-      view.count("attention.key_length_swa", key),
-      hasKeyMla ? 0 : view.count("attention.value_length_swa", value),
+    kv: rule.isUnknown ? kv.map(() => Math.max(...kv)) : kv,
+    full: [key, keepsValues ? value : 0],
+    sliding: [
+      reader.size("attention.key_length_swa", key),
+      keepsValues ? reader.size("attention.value_length_swa", value) : 0,
     ],
   };
 }
 
 /** The sliding window of a model and the layers that use it. */
-interface WindowShape {
-  tokens: number;
-  isSliding: readonly boolean[];
-}
-
-function readWindow(
-  view: HeaderView,
-  rule: WindowRule | undefined,
-  layerCount: number,
-  upperBounds: string[],
-): WindowShape {
+function readWindow(reader: HeaderReader): { tokens: number; isSliding: readonly boolean[] } {
+  const { rule: { window: rule }, layerCount } = reader;
   const none = { tokens: 0, isSliding: Array<boolean>(layerCount).fill(false) };
-  if (rule === undefined) return none;
-  if (rule.onlyLayers !== undefined && rule.onlyLayers !== layerCount) return none;
-  const stated = view.count(
+  if (rule === undefined || (rule.onlyLayers ?? layerCount) !== layerCount) return none;
+  const stated = reader.count(
     "attention.sliding_window",
     rule.fixedTokens ?? rule.defaultTokens ?? 0,
   );
   if (stated === 0) return none;
   const tokens = rule.fixedTokens ?? stated;
-  const pattern = view.header.values.get(`${view.architecture}.attention.sliding_window_pattern`);
-  if (typeof pattern === "object") {
-    const flags = view.perLayer("attention.sliding_window_pattern", layerCount) ?? [];
-    return { tokens, isSliding: flags.slice(0, layerCount).map((flag) => flag !== 0) };
+  const key = "attention.sliding_window_pattern";
+  if (typeof reader.value(key) === "object") {
+    return { tokens, isSliding: (reader.perLayer(key) ?? []).map((flag) => flag !== 0) };
   }
-  if (pattern === undefined && rule.period === undefined) {
-    upperBounds.push("the file does not say which layers slide: every layer counts as full");
+  if (!reader.has(key) && rule.period === undefined) {
+    reader.upperBounds.push("the file does not say which layers slide: every layer counts as full");
     return none;
   }
-  const period = view.count("attention.sliding_window_pattern", rule.period);
+  const period = reader.count(key, rule.period);
   return { tokens, isSliding: none.isSliding.map((_, layer) => slides(layer, period, rule)) };
 }
 
@@ -1416,96 +1357,88 @@ function slides(layer: number, period: number, rule: WindowRule): boolean {
   return rule.isFullFirst ? layer % period !== 0 : layer % period < period - 1;
 }
 
-function buildLayers(
-  view: HeaderView,
-  rule: ArchitectureRule,
+function readLayers(
+  reader: HeaderReader,
   heads: HeadCounts,
-  window: WindowShape,
+  isSliding: readonly boolean[],
 ): LayerShape[] {
-  const layerCount = window.isSliding.length;
-  const recurrent = findRecurrentLayers(view, rule, heads, layerCount);
-  const stateBytes = rule.state === undefined ? 0 : readStateBytes(view, rule);
-  const shared = view.count(
-    "attention.shared_kv_layers",
-    Math.max(0, layerCount - (rule.defaultKvLayers ?? layerCount)),
-  );
-  return window.isSliding.map((isSliding, layer) => {
+  const { rule, layerCount } = reader;
+  const recurrent = findRecurrentLayers(reader, heads.kv);
+  const stateBytes = rule.state === undefined ? 0 : readStateBytes(reader, rule.state);
+  const sharedByDefault = Math.max(0, layerCount - (rule.defaultKvLayers ?? layerCount));
+  const shared = rule.isUnknown ? 0 : reader.count("attention.shared_kv_layers", sharedByDefault);
+  return heads.kv.map((kvHeads, layer) => {
     const isRecurrent = recurrent[layer] ?? false;
     const attends = layer < layerCount - shared && (!isRecurrent || rule.recurrent === "beside");
-    const kvHeads = attends ? heads.kv[layer] ?? 0 : 0;
-    const [key, value] = isSliding ? heads.slidingElements : heads.elements;
+    const [key, value] = isSliding[layer] ? heads.sliding : heads.full;
     return {
-      keyElements: key * kvHeads,
-      valueElements: value * kvHeads,
-      isSliding,
+      keyElements: attends ? key * kvHeads : 0,
+      valueElements: attends ? value * kvHeads : 0,
+      isSliding: isSliding[layer] ?? false,
       stateBytes: isRecurrent ? stateBytes : 0,
     };
   });
 }
 
-function findRecurrentLayers(
-  view: HeaderView,
-  rule: ArchitectureRule,
-  heads: HeadCounts,
-  layerCount: number,
-): boolean[] {
-  const layers = Array.from({ length: layerCount }, (_, layer) => layer);
-  switch (rule.recurrent) {
+function findRecurrentLayers(reader: HeaderReader, kvHeads: readonly number[]): boolean[] {
+  switch (reader.rule.recurrent) {
     case "all":
     case "beside":
-      return layers.map(() => true);
+      return kvHeads.map(() => true);
     case "headless":
-      return layers.map((layer) => heads.kv[layer] === 0);
+      return kvHeads.map((heads) => heads === 0);
     case "headless-without-ff": {
-      const ff = view.perLayer("feed_forward_length", layerCount);
-      return layers.map((layer) => heads.kv[layer] === 0 && (ff?.[layer] ?? 0) === 0);
+      const ff = reader.perLayer("feed_forward_length");
+      return kvHeads.map((heads, layer) => heads === 0 && !ff?.[layer]);
     }
     case "interval": {
-      const interval = view.count("full_attention_interval", DEFAULT_ATTENTION_INTERVAL);
-      if (interval === 0) throw refusal("Cannot size model: full_attention_interval is 0");
-      return layers.map((layer) => (layer + 1) % interval !== 0);
+      const interval = reader.size("full_attention_interval", DEFAULT_ATTENTION_INTERVAL);
+      return kvHeads.map((_, layer) => (layer + 1) % interval !== 0);
     }
     default:
-      return layers.map(() => false);
+      return kvHeads.map(() => false);
   }
 }
 
 /** Bytes of one layer's recurrent state for one slot, whatever the context; numbers are f32. */
-function readStateBytes(view: HeaderView, rule: ArchitectureRule): number {
-  const embedding = view.count("embedding_length");
-  switch (rule.state) {
+function readStateBytes(reader: HeaderReader, kind: "ssm" | "shortconv" | "wkv"): number {
+  const embedding = reader.size("embedding_length");
+  switch (kind) {
     case "shortconv":
-      return 4 * embedding * Math.max(0, view.count("shortconv.l_cache") - 1);
+      return 4 * embedding * (reader.size("shortconv.l_cache") - 1);
     case "wkv":
-      return 4 * embedding * ((rule.tokenShifts ?? 0) + view.count("wkv.head_size"));
-    default: {
-      const inner = view.count("ssm.inner_size");
-      const state = view.count("ssm.state_size");
-      const groups = view.count("ssm.group_count", 0);
-      const columns = Math.max(0, view.count("ssm.conv_kernel") - 1);
+      return 4 * embedding * ((reader.rule.tokenShifts ?? 0) + reader.size("wkv.head_size"));
+    case "ssm": {
+      const inner = reader.size("ssm.inner_size");
+      const state = reader.size("ssm.state_size");
+      const groups = reader.count("ssm.group_count", 0);
+      const columns = reader.size("ssm.conv_kernel") - 1;
       return 4 * (columns * (inner + 2 * groups * state) + state * inner);
     }
   }
 }
 
-function readVocab(view: HeaderView, upperBounds: string[]): number {
-  if (view.header.vocabTokens !== null) return view.header.vocabTokens;
-  if (view.has("vocab_size")) return view.count("vocab_size");
-  upperBounds.push(`the file names no vocabulary: ${LARGEST_VOCAB_TOKENS} tokens are assumed`);
+function readVocab(reader: HeaderReader): number {
+  if (reader.header.vocabTokens) return reader.header.vocabTokens;
+  if (reader.has("vocab_size")) return reader.size("vocab_size");
+  reader.upperBounds.push(
+    `the file names no vocabulary: ${LARGEST_VOCAB_TOKENS} tokens are assumed`,
+  );
   return LARGEST_VOCAB_TOKENS;
 }
 
-function checkCacheTypes(shape: ModelShape, settings: CacheSettings): void {
-  for (const type of [settings.kvTypeK, settings.kvTypeV]) {
-    const block = KV_TYPES[type]?.blockElements ?? 1;
-    const odd = shape.headElements.find((size) => size % block !== 0);
-    if (odd !== undefined) {
-      throw refusal(
-        `Cannot use cache type "${type}": its block of ${block} does not divide a head of ${odd}`,
-        "vram-detect --kv-type f16",
-      );
+/** A cache type that llama.cpp would refuse, in words: its blocks must fill a head. */
+function findOddCacheType(shape: ModelShape, { kvTypeK, kvTypeV }: CacheSettings): string | null {
+  const parts = shape.headElements.flatMap(([key, value]) =>
+    [[kvTypeK, key], [kvTypeV, value]] as const
+  );
+  for (const [type, elements] of parts) {
+    const [, , block] = formatOf(type);
+    if (elements % block !== 0) {
+      return `"${type}": its block of ${block} does not divide a head of ${elements}`;
     }
   }
+  return null;
 }
 
 // --- Parsing and formatting ---
@@ -1567,8 +1500,8 @@ class GgufCursor {
     return high * 2 ** 32 + this.#view.getUint32(start, true);
   }
 
-  /** A length, bounded by the format's limit and by what is left of the file. */
-  length(what: string, bytesEach: number): number {
+  /** A number of things of `bytesEach` bytes or more, bounded by what is left of the file. */
+  length(what: string, bytesEach = 1): number {
     const length = this.u64(what);
     const start = this.offset - 8;
     if (length > GGUF_LIMITS.length) throw this.refuse(`${what} is ${length}, above 2^30`, start);
@@ -1587,19 +1520,29 @@ class GgufCursor {
     }
   }
 
-  skip(bytes: number, what: string): void {
-    if (bytes > this.leftBytes) throw this.refuse(`the file ends inside ${what}`);
+  skip(bytes: number): void {
     this.offset += bytes;
   }
 
-  /** A value of one of the fixed-size types; null where `type` is none of them. */
-  scalar(type: number, what: string): number | null {
+  /** A value of one of the fixed-size types. */
+  scalar(type: number, what: string): number {
     const format = GGUF_SCALARS[type];
-    if (format === undefined) return null;
+    if (format === undefined) throw this.refuse(`${what} of type ${type}`, this.offset - 4);
     const [bytes, read] = format;
     const value = read(this.#view, this.#take(bytes, what));
     if (type !== GGUF_BOOL || value <= 1) return value;
     throw this.refuse(`${what} is a boolean of value ${value}`, this.offset - 1);
+  }
+
+  /** A name that must not be there twice. */
+  newName(what: string, limitBytes: number, seen: Set<string>): string {
+    const start = this.offset;
+    const bytes = this.length(`the length of ${what}`);
+    if (bytes === 0 || bytes > limitBytes) throw this.refuse(`${what} of ${bytes} bytes`, start);
+    const name = this.text(bytes, what);
+    if (seen.has(name)) throw this.refuse(`${what} "${name}" a second time`, start);
+    seen.add(name);
+    return name;
   }
 }
 
@@ -1609,30 +1552,29 @@ class GgufCursor {
  *
  * Source of the format: ggml's gguf.md and gguf.cpp, versions 2 and 3, checked 2026-09.
  *
- * @param source The file.
- * @param path Its path, for messages.
- * @returns What the header says.
- * @throws RefusedError naming what is wrong and at which offset.
+ * @param path The file's path, for messages.
+ * @throws {RefusedError} Names what is wrong and at which offset.
  */
 export function readGguf(source: ByteSource, path: string): GgufFile {
   const cursor = new GgufCursor(source, path);
   const version = readGgufVersion(cursor);
-  const tensorCount = cursor.length("the number of tensors", 1);
+  const tensorCount = cursor.length("the number of tensors");
   if (tensorCount > GGUF_LIMITS.tensors) throw cursor.refuse(`${tensorCount} tensors`, 8);
-  const keyCount = cursor.length("the number of keys", 1);
+  const keyCount = cursor.length("the number of keys");
   if (keyCount > GGUF_LIMITS.keys) throw cursor.refuse(`${keyCount} keys`, 16);
-
   const { values, vocabTokens } = readGgufMetadata(cursor, keyCount);
   const tensors = readGgufTensors(cursor, tensorCount, readAlignment(cursor, values));
-  checkBlocks(cursor, values, tensors.highestBlock);
+  const blocks = values.get(`${values.get("general.architecture")}.block_count`);
+  if (typeof blocks === "number" && tensors.highestBlock >= blocks) {
+    throw cursor.refuse(`tensors of block ${tensors.highestBlock}, but block_count ${blocks}`);
+  }
   return {
     version,
     values,
     vocabTokens: vocabTokens ?? tensors.vocabTokens,
     tensorCount,
-    tensorBytes: tensors.bytes,
+    weightsBytes: tensorCount === 0 ? source.sizeBytes : tensors.bytes + tensors.surplusBytes,
     surplusBytes: tensors.surplusBytes,
-    fileBytes: source.sizeBytes,
     readBytes: cursor.readBytes,
   };
 }
@@ -1649,48 +1591,27 @@ function readGgufVersion(cursor: GgufCursor): number {
   throw cursor.refuse(`version ${version}, only 2 and 3 are known`, 4);
 }
 
-function readGgufKey(cursor: GgufCursor, seen: Set<string>): string {
-  const start = cursor.offset;
-  const bytes = cursor.length("a key's length", 1);
-  if (bytes === 0) throw cursor.refuse("an empty key", start);
-  if (bytes > GGUF_LIMITS.keyBytes) throw cursor.refuse(`a key of ${bytes} bytes`, start);
-  const key = cursor.text(bytes, "a key");
-  if (seen.has(key)) throw cursor.refuse(`the key "${key}" a second time`, start);
-  seen.add(key);
-  return key;
-}
-
 function readGgufMetadata(cursor: GgufCursor, keyCount: number): ModelHeader {
   const values = new Map<string, HeaderValue>();
   const seen = new Set<string>();
   let vocabTokens: number | null = null;
   for (let index = 0; index < keyCount; index++) {
-    const key = readGgufKey(cursor, seen);
+    const key = cursor.newName("a key", GGUF_LIMITS.keyBytes, seen);
     const type = cursor.u32(`the type of "${key}"`);
     if (type === GGUF_ARRAY) {
       const { length, items } = readGgufArray(cursor, key);
       if (key === "tokenizer.ggml.tokens") vocabTokens = length;
-      if (items !== null) values.set(key, items);
-      continue;
-    }
-    const value = readGgufScalar(cursor, type, key);
-    if (value !== null) values.set(key, value);
+      values.set(key, items);
+    } else if (type === GGUF_STRING) values.set(key, readGgufText(cursor, key));
+    else values.set(key, cursor.scalar(type, `"${key}"`));
   }
   return { values, vocabTokens };
 }
 
-/** Reads one value that is no array; null for a long text, which is stepped over. */
-function readGgufScalar(cursor: GgufCursor, type: number, key: string): string | number | null {
-  if (type === GGUF_STRING) return readGgufText(cursor, key);
-  const value = cursor.scalar(type, `"${key}"`);
-  if (value === null) throw cursor.refuse(`"${key}" of type ${type}`, cursor.offset - 4);
-  return value;
-}
-
 function readGgufText(cursor: GgufCursor, key: string): string | null {
-  const bytes = cursor.length(`the length of "${key}"`, 1);
+  const bytes = cursor.length(`the length of "${key}"`);
   if (bytes <= GGUF_LIMITS.textBytes) return cursor.text(bytes, `"${key}"`);
-  cursor.skip(bytes, `"${key}"`);
+  cursor.skip(bytes);
   return null;
 }
 
@@ -1700,30 +1621,28 @@ function readGgufArray(
   key: string,
 ): { length: number; items: readonly number[] | null } {
   const type = cursor.u32(`the element type of "${key}"`);
-  if (type === GGUF_STRING) return { length: skipGgufTexts(cursor, key), items: null };
-  const size = GGUF_SCALARS[type]?.[0];
+  const size = type === GGUF_STRING ? 8 : GGUF_SCALARS[type]?.[0];
   if (size === undefined) {
     const found = type === GGUF_ARRAY ? "an array of arrays" : `an array of type ${type}`;
     throw cursor.refuse(`"${key}" is ${found}`, cursor.offset - 4);
   }
   const length = cursor.length(`the length of "${key}"`, size);
-  if (length > GGUF_LIMITS.layers || !PER_LAYER_KEYS.has(key.slice(key.indexOf(".") + 1))) {
-    cursor.skip(length * size, `"${key}"`);
+  if (type === GGUF_STRING) {
+    for (let index = 0; index < length; index++) {
+      cursor.skip(cursor.length(`a text's length in "${key}"`));
+    }
     return { length, items: null };
   }
-  return { length, items: Array.from({ length }, () => cursor.scalar(type, `"${key}"`) ?? 0) };
-}
-
-function skipGgufTexts(cursor: GgufCursor, key: string): number {
-  const length = cursor.length(`the length of "${key}"`, 8);
-  for (let index = 0; index < length; index++) {
-    cursor.skip(cursor.length(`a text's length in "${key}"`, 1), `"${key}"`);
+  const isKept = PER_LAYER_KEYS.includes(key.slice(key.indexOf(".") + 1));
+  if (isKept && length <= GGUF_LIMITS.layers) {
+    return { length, items: Array.from({ length }, () => cursor.scalar(type, `"${key}"`)) };
   }
-  return length;
+  cursor.skip(length * size);
+  return { length, items: null };
 }
 
 function readAlignment(cursor: GgufCursor, values: ReadonlyMap<string, HeaderValue>): number {
-  const alignment = values.get("general.alignment") ?? 32;
+  const alignment = values.has("general.alignment") ? values.get("general.alignment") : 32;
   const isPowerOfTwo = typeof alignment === "number" && Number.isInteger(Math.log2(alignment));
   if (isPowerOfTwo && alignment >= 1 && alignment <= MIB) return alignment;
   throw cursor.refuse(`general.alignment of ${JSON.stringify(alignment)}`);
@@ -1743,88 +1662,60 @@ interface TensorTotals {
 function readGgufTensors(cursor: GgufCursor, count: number, alignment: number): TensorTotals {
   const totals: TensorTotals = { bytes: 0, surplusBytes: 0, highestBlock: -1, vocabTokens: null };
   const seen = new Set<string>();
-  let [expectedOffset, dataBytes, lastName] = [0, 0, ""];
+  let [dataBytes, lastName] = [0, ""];
   for (let index = 0; index < count; index++) {
-    const { name, bytes, offset, rows } = readGgufTensor(cursor, seen);
-    if (offset !== expectedOffset) {
-      const found = `tensor "${name}" with data at ${offset}, not ${expectedOffset},`;
+    const { name, sizes, bytes, offset } = readGgufTensor(cursor, seen);
+    const expected = padTo(dataBytes, alignment);
+    if (offset !== expected) {
+      const found = `tensor "${name}" with data at ${offset}, not ${expected},`;
       throw cursor.refuse(found, cursor.offset - 8);
     }
-    [expectedOffset, dataBytes, lastName] = [
-      offset + padTo(bytes, alignment),
-      offset + bytes,
-      name,
-    ];
+    [dataBytes, lastName] = [offset + bytes, name];
     totals.bytes += bytes;
     const block = /^blk\.(\d+)\./.exec(name)?.[1];
-    if (block !== undefined) totals.highestBlock = Math.max(totals.highestBlock, Number(block));
-    if (name === "token_embd.weight") totals.vocabTokens = rows;
+    totals.highestBlock = Math.max(totals.highestBlock, Number(block ?? -1));
+    if (name === "token_embd.weight") totals.vocabTokens = sizes[1] ?? null;
   }
   const end = padTo(cursor.offset, alignment) + dataBytes;
-  const surplusBytes = cursor.source.sizeBytes - end;
-  if (surplusBytes >= 0 || count === 0) {
-    return { ...totals, surplusBytes: surplusBytes < alignment ? 0 : surplusBytes };
+  const size = cursor.source.sizeBytes;
+  if (count > 0 && end > size) {
+    const found = `data up to ${end} (tensor "${lastName}"), past the end of the file at ${size},`;
+    throw cursor.refuse(`${found} named`);
   }
-  throw cursor.refuse(
-    `data up to ${end} (tensor "${lastName}"), past the end of the file at ` +
-      `${cursor.source.sizeBytes}, named`,
-  );
+  if (size - end >= alignment) totals.surplusBytes = size - end;
+  return totals;
 }
 
 function readGgufTensor(
   cursor: GgufCursor,
   seen: Set<string>,
-): { name: string; bytes: number; offset: number; rows: number } {
-  const start = cursor.offset;
-  const nameBytes = cursor.length("a tensor's name", 1);
-  if (nameBytes === 0 || nameBytes >= GGUF_LIMITS.tensorNameBytes) {
-    throw cursor.refuse(`a tensor's name of ${nameBytes} bytes`, start);
+): { name: string; sizes: number[]; bytes: number; offset: number } {
+  const name = cursor.newName("a tensor's name", GGUF_LIMITS.tensorNameBytes - 1, seen);
+  const dimensions = cursor.u32(`the dimensions of "${name}"`);
+  if (dimensions > GGUF_LIMITS.dimensions) {
+    throw cursor.refuse(`tensor "${name}" with ${dimensions} dimensions`, cursor.offset - 4);
   }
-  const name = cursor.text(nameBytes, "a tensor's name");
-  if (seen.has(name)) throw cursor.refuse(`the tensor "${name}" a second time`, start);
-  seen.add(name);
-  const dimensionCount = cursor.u32(`the dimensions of "${name}"`);
-  if (dimensionCount > GGUF_LIMITS.dimensions) {
-    throw cursor.refuse(`tensor "${name}" with ${dimensionCount} dimensions`, cursor.offset - 4);
-  }
-  const sizes: number[] = [];
-  for (let index = 0; index < dimensionCount; index++) {
+  const sizes = Array.from({ length: dimensions }, () => {
     const size = cursor.u64(`a dimension of "${name}"`);
-    if (size === 0) {
-      throw cursor.refuse(`tensor "${name}" with a dimension of 0`, cursor.offset - 8);
-    }
-    sizes.push(size);
-  }
-  const bytes = readTensorBytes(cursor, name, sizes);
-  return { name, bytes, offset: cursor.u64(`the offset of "${name}"`), rows: sizes[1] ?? 1 };
-}
-
-function readTensorBytes(cursor: GgufCursor, name: string, sizes: readonly number[]): number {
+    if (size > 0) return size;
+    throw cursor.refuse(`tensor "${name}" with a dimension of 0`, cursor.offset - 8);
+  });
   const type = cursor.u32(`the type of "${name}"`);
-  const format = TENSOR_TYPES[type];
+  const format = TENSOR_FORMATS.get(type);
   if (format === undefined) {
     throw cursor.refuse(`tensor "${name}" of type ${type}`, cursor.offset - 4);
   }
-  const [typeName, blockElements, blockBytes] = format;
+  const [, typeName, blockElements, blockBytes] = format;
   if ((sizes[0] ?? 1) % blockElements !== 0) {
     throw cursor.refuse(
       `tensor "${name}" with rows of ${sizes[0]}, no multiple of the block of ${typeName},`,
     );
   }
   const bytes = sizes.reduce((product, size) => product * size, 1) / blockElements * blockBytes;
-  if (bytes <= cursor.source.sizeBytes) return bytes;
-  throw cursor.refuse(`tensor "${name}" of ${bytes} bytes, more than the file holds,`);
-}
-
-/** A tensor of a layer that the metadata does not count means that one of the two is damaged. */
-function checkBlocks(
-  cursor: GgufCursor,
-  values: ReadonlyMap<string, HeaderValue>,
-  highestBlock: number,
-): void {
-  const blocks = values.get(`${values.get("general.architecture")}.block_count`);
-  if (typeof blocks !== "number" || highestBlock < blocks) return;
-  throw cursor.refuse(`tensors of block ${highestBlock}, but block_count ${blocks}`);
+  if (bytes > cursor.source.sizeBytes) {
+    throw cursor.refuse(`tensor "${name}" of ${bytes} bytes, more than the file holds,`);
+  }
+  return { name, sizes, bytes, offset: cursor.u64(`the offset of "${name}"`) };
 }
 
 /**
@@ -1843,11 +1734,65 @@ export function listShards(path: string): string[] {
   const match = /^(.*)-(\d{5})-of-(\d{5})\.gguf$/s.exec(path);
   const count = Number(match?.[3] ?? 0);
   if (match === null || count < 1) return [path];
-  const number = (value: number) => String(value).padStart(5, "0");
+  const number = (value: number) => `${value}`.padStart(5, "0");
   return Array.from(
     { length: count },
     (_, index) => `${match[1]}-${number(index + 1)}-of-${number(count)}.gguf`,
   );
+}
+
+/**
+ * Adds the shards of a model up.
+ *
+ * Source: llama.cpp's gguf-split and loader, 2026-09: every shard says which of how many it is
+ * (`split.no` counts from 0), the first one holds the metadata.
+ *
+ * @throws {RefusedError} When a shard says that it is another one than its name and place say.
+ */
+export function joinShards(
+  shards: readonly GgufFile[],
+  paths: readonly string[],
+): Pick<LoadedModel, "files" | "header" | "weightsBytes" | "warnings"> {
+  for (const [index, { values }] of shards.entries()) {
+    const [number, count] = [values.get("split.no"), values.get("split.count")];
+    const isAlone = shards.length === 1 && (count === undefined || count === 0);
+    if (isAlone || (number === index && count === shards.length)) continue;
+    throw refusal(
+      `Cannot read GGUF file "${paths[index]}": it says it is shard ${number} of ${count}, ` +
+        `its name says ${index} of ${shards.length} (from 0)`,
+      "name the first file, whole and unchanged: …-00001-of-NNNNN.gguf",
+    );
+  }
+  const listed = sumOf(shards, (shard) => shard.tensorCount);
+  const expected = shards[0]?.values.get("split.tensors.count") ?? listed;
+  if (expected !== listed) {
+    throw refusal(
+      `Cannot read GGUF file "${paths[0]}": ${listed} of ${expected} tensors`,
+      DAMAGED_HINT,
+    );
+  }
+  const warnings = shards.filter((shard) => shard.surplusBytes > 0).map((shard) =>
+    `${shard.surplusBytes} bytes follow the last tensor's data: the file may be damaged, ` +
+    "they count as weights"
+  );
+  if (listed === 0) {
+    warnings.splice(0, Infinity, "the file lists no tensors: its size counts as weights");
+  }
+  return {
+    files: shards.length,
+    header: {
+      values: shards[0]?.values ?? new Map(),
+      vocabTokens: shards.find((shard) => shard.vocabTokens !== null)?.vocabTokens ?? null,
+    },
+    weightsBytes: sumOf(shards, (shard) => shard.weightsBytes),
+    warnings,
+  };
+}
+
+function parseObject(text: string, path: string): Record<string, unknown> {
+  const root = parseJsonText(text, path);
+  if (isRecord(root)) return root;
+  throw refusal(`Cannot use "${path}": found ${describeValue(root)}, wanted an object`);
 }
 
 /**
@@ -1856,112 +1801,100 @@ export function listShards(path: string): string[] {
  *
  * Source: config classes of transformers 4.57 and the conversion of llama.cpp, 2026-09.
  *
- * @param text The file's text.
- * @param path Its path, for messages.
+ * @param path The file's path, for messages.
  * @returns The header; numbers that the file does not state are left out.
- * @throws RefusedError when it is no JSON object.
+ * @throws {RefusedError|SyntaxError} When it is no JSON object or a number in it is none.
  */
 export function parseHfConfig(text: string, path: string): ModelHeader {
-  const root = parseObjectText(text, path);
+  const root = parseObject(text, path);
   const nested = root["text_config"];
   const config = isRecord(nested) ? { ...root, ...nested } : root;
-  const modelType = typeof config["model_type"] === "string" ? config["model_type"] : "unknown";
+  const modelType = `${config["model_type"] ?? "unknown"}`;
   const architecture = HF_ARCHITECTURES.get(modelType) ?? modelType;
   const values = new Map<string, HeaderValue>([["general.architecture", architecture]]);
   const entries = { ...readHfSizes(config), ...readHfLayers(config), ...readHfMla(config) };
   for (const [key, value] of Object.entries(entries)) {
     if (value !== undefined) values.set(`${architecture}.${key}`, value);
   }
-  return { values, vocabTokens: findNumber(config, "vocab_size") ?? null };
+  return { values, vocabTokens: null };
 }
 
 type HfEntries = Record<string, number | readonly number[] | undefined>;
 
-/** The first of the names that holds a number. */
+/** The first of the names that holds anything, which must be a number. */
 function findNumber(config: Record<string, unknown>, ...names: string[]): number | undefined {
   for (const name of names) {
-    const value = config[name];
+    const value = config[name] ?? undefined;
     if (typeof value === "number") return value;
+    if (value !== undefined) throw refusal(`Cannot size model: ${name} is ${describeValue(value)}`);
   }
   return undefined;
 }
 
 function readHfSizes(config: Record<string, unknown>): HfEntries {
-  const hidden = findNumber(config, "hidden_size") ?? 0;
-  const product = (a: string, b: string): number | undefined => {
-    const [left, right] = [findNumber(config, a), findNumber(config, b)];
-    return left === undefined || right === undefined ? undefined : left * right;
-  };
-  const expand = findNumber(config, "mamba_expand", "expand");
-  const usesWindow = config["use_sliding_window"] !== false;
-  const shortConv = findNumber(config, "conv_L_cache");
+  const find = (...names: string[]) => findNumber(config, ...names);
+  const product = (a: number | undefined, b: number | undefined) =>
+    a === undefined || b === undefined ? undefined : a * b;
   return {
-    "block_count": findNumber(config, "num_hidden_layers"),
-    "context_length": findNumber(config, "max_position_embeddings"),
-    "embedding_length": findNumber(config, "hidden_size"),
-    "attention.head_count": findNumber(config, "num_attention_heads"),
-    "attention.head_count_kv": findNumber(config, "num_key_value_heads", "num_attention_heads"),
-    "attention.key_length": findNumber(config, "head_dim", "attention_head_dim"),
-    "attention.value_length": findNumber(config, "v_head_dim", "head_dim", "attention_head_dim"),
-    "attention.sliding_window": usesWindow ? findNumber(config, "sliding_window") : 0,
-    "attention.sliding_window_pattern": findNumber(config, "sliding_window_pattern"),
-    "attention.shared_kv_layers": findNumber(config, "num_kv_shared_layers"),
-    "attention.indexer.top_k": findNumber(config, "index_topk"),
-    "full_attention_interval": findNumber(config, "full_attention_interval"),
-    "shortconv.l_cache": shortConv,
-    "ssm.conv_kernel": findNumber(config, "mamba_d_conv", "linear_conv_kernel_dim", "conv_kernel"),
-    "ssm.state_size": findNumber(
-      config,
-      "mamba_d_state",
-      "linear_key_head_dim",
-      "ssm_state_size",
-      "state_size",
-    ),
-    "ssm.group_count": findNumber(config, "mamba_n_groups", "linear_num_key_heads", "n_groups"),
-    "ssm.inner_size": findNumber(config, "mamba_d_ssm") ??
-      product("linear_num_value_heads", "linear_value_head_dim") ??
-      product("mamba_num_heads", "mamba_head_dim") ??
-      (expand === undefined ? undefined : expand * hidden),
+    "block_count": find("num_hidden_layers"),
+    "context_length": find("max_position_embeddings"),
+    "embedding_length": find("hidden_size"),
+    "vocab_size": find("vocab_size"),
+    "attention.head_count": find("num_attention_heads"),
+    "attention.head_count_kv": find("num_key_value_heads", "num_attention_heads"),
+    "attention.key_length": find("head_dim", "attention_head_dim"),
+    "attention.value_length": find("v_head_dim", "head_dim", "attention_head_dim"),
+    "attention.sliding_window": config["use_sliding_window"] === false ? 0 : find("sliding_window"),
+    "attention.sliding_window_pattern": find("sliding_window_pattern"),
+    "attention.shared_kv_layers": find("num_kv_shared_layers"),
+    "attention.indexer.top_k": find("index_topk"),
+    "full_attention_interval": find("full_attention_interval"),
+    "shortconv.l_cache": find("conv_L_cache"),
+    "ssm.conv_kernel": find("mamba_d_conv", "linear_conv_kernel_dim", "conv_kernel"),
+    "ssm.state_size": find("mamba_d_state", "linear_key_head_dim", "ssm_state_size", "state_size"),
+    "ssm.group_count": find("mamba_n_groups", "linear_num_key_heads", "n_groups"),
+    "ssm.inner_size": find("mamba_d_ssm") ??
+      product(find("linear_num_value_heads"), find("linear_value_head_dim")) ??
+      product(find("mamba_num_heads"), find("mamba_head_dim")) ??
+      product(find("mamba_expand", "expand"), find("hidden_size")),
   };
 }
 
 /** Which layers slide or keep a recurrent state, from the several ways of saying it. */
 function readHfLayers(config: Record<string, unknown>): HfEntries {
   const kinds = listHfLayerKinds(config);
-  if (kinds === null) return {};
   const kvHeads = findNumber(config, "num_key_value_heads", "num_attention_heads") ?? 0;
+  const slides = (kind: string) => kind === "sliding_attention" || kind === "chunked_attention";
   const attends = (kind: string) => kind.includes("attention") && kind !== "linear_attention";
   const entries: HfEntries = {};
-  if (kinds.some((kind) => kind === "sliding_attention" || kind === "chunked_attention")) {
-    entries["attention.sliding_window_pattern"] = kinds.map((kind) =>
-      kind === "sliding_attention" || kind === "chunked_attention" ? 1 : 0
-    );
+  if (kinds.some(slides)) {
+    entries["attention.sliding_window_pattern"] = kinds.map((kind) => Number(slides(kind)));
   }
-  if (kinds.some((kind) => !attends(kind))) {
+  if (!kinds.every(attends)) {
     entries["attention.head_count_kv"] = kinds.map((kind) => attends(kind) ? kvHeads : 0);
-    entries["feed_forward_length"] = kinds.map((kind) => kind === "mlp" ? 1 : 0);
+    entries["feed_forward_length"] = kinds.map((kind) => Number(kind === "mlp"));
   }
   return entries;
 }
 
-function listHfLayerKinds(config: Record<string, unknown>): string[] | null {
+/** One word a layer, or none where config.json does not tell layers apart. */
+function listHfLayerKinds(config: Record<string, unknown>): string[] {
   const listed = config["layer_types"] ?? config["layers_block_type"];
   if (Array.isArray(listed)) return listed.map((kind) => kind === "full" ? "attention" : `${kind}`);
+  // Nemotron-H: a letter a layer.
   const letters = config["hybrid_override_pattern"];
   if (typeof letters === "string") {
-    return [...letters].map((letter) => {
-      if (letter === "*") return "attention";
-      return letter === "M" ? "mamba" : "mlp";
-    });
+    return Array.from(
+      letters,
+      (letter) => letter === "*" ? "attention" : letter === "M" ? "mamba" : "mlp",
+    );
   }
-  const [period, offset] = [
-    findNumber(config, "attn_layer_period"),
-    findNumber(config, "attn_layer_offset"),
-  ];
-  const layers = findNumber(config, "num_hidden_layers");
-  if (!period || offset === undefined || layers === undefined) return null;
+  const period = findNumber(config, "attn_layer_period");
+  const offset = findNumber(config, "attn_layer_offset");
+  const layers = findNumber(config, "num_hidden_layers") ?? 0;
+  if (!period || offset === undefined) return [];
   const length = Math.min(Math.max(0, layers), GGUF_LIMITS.layers);
-  return Array.from({ length }, (_, i) => i % period === offset ? "attention" : "mamba");
+  return Array.from({ length }, (_, index) => index % period === offset ? "attention" : "mamba");
 }
 
 /** DeepSeek's latent attention: one vector a layer, the latent and the rotated part. */
@@ -1983,10 +1916,9 @@ function readHfMla(config: Record<string, unknown>): HfEntries {
  *
  * Source of the format: safetensors' README, 0.6, checked 2026-09.
  *
- * @param source The file.
- * @param path Its path, for messages.
- * @returns Bytes of all tensors.
- * @throws RefusedError when the header is damaged or the file does not end with the last tensor.
+ * @param path The file's path, for messages.
+ * @throws {RefusedError|SyntaxError} When the header is damaged, or when the tensors leave a hole,
+ * overlap or do not end with the file.
  */
 export function readSafetensorsBytes(source: ByteSource, path: string): number {
   const refuse = (found: string) =>
@@ -1994,35 +1926,28 @@ export function readSafetensorsBytes(source: ByteSource, path: string): number {
   const head = new Uint8Array(8);
   if (source.readAt(0, head) < 8) throw refuse("the file ends inside the header's length");
   const headerBytes = Number(new DataView(head.buffer).getBigUint64(0, true));
-  if (headerBytes > SAFETENSORS_HEADER_BYTES || headerBytes + 8 > source.sizeBytes) {
+  if (headerBytes > Math.min(JSON_LIMIT_BYTES, source.sizeBytes - 8)) {
     throw refuse(`a header of ${headerBytes} bytes in a file of ${source.sizeBytes}`);
   }
-  const text = new Uint8Array(headerBytes);
-  if (source.readAt(8, text) < headerBytes) throw refuse("the file ends inside the header");
-  const spans = listTensorSpans(parseObjectText(new TextDecoder().decode(text), path), refuse);
+  const { __metadata__: _, ...tensors } = parseObject(readTextAt(source, 8, headerBytes), path);
+  const spans = Object.entries(tensors).map(([name, tensor]): [number, number] => {
+    const offsets = isRecord(tensor) ? tensor["data_offsets"] : undefined;
+    const [from, to] = Array.isArray(offsets) ? offsets : [];
+    if (Number.isSafeInteger(from) && Number.isSafeInteger(to)) return [from, to];
+    throw refuse(`tensor "${name}" has no data_offsets`);
+  });
   let end = 0;
   for (const [from, to] of spans.sort((a, b) => a[0] - b[0] || a[1] - b[1])) {
     if (from !== end || to < from) throw refuse(`a tensor from ${from} to ${to}, not from ${end}`);
     end = to;
   }
-  if (8 + headerBytes + end !== source.sizeBytes) {
-    throw refuse(`data up to ${8 + headerBytes + end} in a file of ${source.sizeBytes} bytes`);
-  }
-  return end;
+  if (8 + headerBytes + end === source.sizeBytes) return end;
+  throw refuse(`data up to ${8 + headerBytes + end} in a file of ${source.sizeBytes} bytes`);
 }
 
-function listTensorSpans(
-  header: Record<string, unknown>,
-  refuse: (found: string) => RefusedError,
-): [number, number][] {
-  return Object.entries(header).filter(([name]) => name !== "__metadata__").map(
-    ([name, tensor]) => {
-      const offsets = isRecord(tensor) ? tensor["data_offsets"] : undefined;
-      const [from, to] = Array.isArray(offsets) ? offsets : [];
-      if (Number.isSafeInteger(from) && Number.isSafeInteger(to)) return [from, to];
-      throw refuse(`tensor "${name}" has no data_offsets`);
-    },
-  );
+function readTextAt(source: ByteSource, offset: number, bytes: number): string {
+  const buffer = new Uint8Array(bytes);
+  return new TextDecoder().decode(buffer.subarray(0, source.readAt(offset, buffer)));
 }
 
 /**
@@ -2040,10 +1965,8 @@ function listTensorSpans(
  * ```
  */
 export function parseOllamaName(name: string): string | null {
-  const colon = name.lastIndexOf(":");
-  const hasTag = colon > name.lastIndexOf("/");
-  const tag = hasTag ? name.slice(colon + 1) : "latest";
-  const parts = (hasTag ? name.slice(0, colon) : name).split("/");
+  const [, path = "", tag = "latest"] = /^(.*?)(?::([^/:]*))?$/s.exec(name) ?? [];
+  const parts = path.split("/");
   const defaults = ["registry.ollama.ai", "library"];
   const full = [...defaults.slice(0, Math.max(0, 3 - parts.length)), ...parts, tag];
   // No part may climb out of the folder or hide a separator; a host may have a port.
@@ -2054,97 +1977,60 @@ export function parseOllamaName(name: string): string | null {
 
 /** Files that an ollama manifest names, as paths below the models folder. */
 export interface OllamaManifest {
-  /** The model's blob. */
   model: string;
-  /** Blobs of its projectors. */
-  projectors: string[];
+  /** Projectors and adapters, which are loaded beside it. */
+  extras: string[];
 }
 
 /**
  * Reads an ollama manifest.
  *
- * @param text The manifest's JSON.
- * @param path Its path, for messages.
- * @returns Paths of the blobs below the models folder.
- * @throws RefusedError when it names no model.
+ * Source: ollama's manifests on disk, 2026-09.
+ *
+ * @param path The file's path, for messages.
+ * @throws {RefusedError|SyntaxError} When it does not name exactly one model, or a file oddly.
  */
 export function parseOllamaManifest(text: string, path: string): OllamaManifest {
-  const layers = parseObjectText(text, path)["layers"];
-  const blobs = (kind: string): string[] =>
-    (Array.isArray(layers) ? layers : []).flatMap((layer: unknown) => {
-      if (!isRecord(layer) || layer["mediaType"] !== `application/vnd.ollama.image.${kind}`) {
-        return [];
-      }
-      const digest = /^sha256:([0-9a-f]{64})$/.exec(String(layer["digest"]));
-      return digest === null ? [] : [`blobs/sha256-${digest[1]}`];
+  const layers = parseObject(text, path)["layers"];
+  const listBlobs = (kind: string): string[] =>
+    (Array.isArray(layers) ? layers : []).filter((layer: unknown) =>
+      isRecord(layer) && layer["mediaType"] === `application/vnd.ollama.image.${kind}`
+    ).map(({ digest }: Record<string, unknown>) => {
+      if (/^sha256:[0-9a-f]{64}$/.test(`${digest}`)) return `blobs/${digest}`.replace(":", "-");
+      throw refusal(`Cannot read ollama manifest "${path}": digest ${describeValue(digest)}`);
     });
-  const models = blobs("model");
-  const model = models[0];
-  if (model === undefined || models.length > 1) {
-    throw refusal(`Cannot read ollama manifest "${path}": ${models.length} model files`);
+  const [model, ...more] = listBlobs("model");
+  if (model !== undefined && more.length === 0) {
+    return { model, extras: [...listBlobs("projector"), ...listBlobs("adapter")] };
   }
-  return { model, projectors: blobs("projector") };
-}
-
-/**
- * Reads a number of tokens from text.
- *
- * @param text Decimal digits, blanks around them allowed.
- * @param name What the text is called in the message.
- * @returns Tokens, at least 1.
- * @throws RefusedError when it is not a whole number above 0.
- *
- * @example
- * ```ts
- * import { assertEquals } from "@std/assert";
- * assertEquals(parseTokenCount("131072", "AUTOMATON_CONTEXT_TOKENS"), 131072);
- * ```
- */
-export function parseTokenCount(text: string, name: string): number {
-  const tokens = /^\s*\d+\s*$/.test(text) ? Number(text) : NaN;
-  if (Number.isSafeInteger(tokens) && tokens > 0) return tokens;
-  throw refusal(
-    `Cannot use ${name} "${text}": not a whole number of tokens above 0`,
-    `unset ${name}`,
-  );
-}
-
-function parseObjectText(text: string, path: string): Record<string, unknown> {
-  let root: unknown;
-  try {
-    root = parseJsonText(text, path);
-  } catch (error) {
-    throw refusal(error instanceof Error ? error.message : String(error));
-  }
-  if (isRecord(root)) return root;
-  throw refusal(`Cannot use "${path}": found ${describeValue(root)}, wanted an object`);
+  const count = model === undefined ? 0 : 1 + more.length;
+  throw refusal(`Cannot read ollama manifest "${path}": ${count} model files`);
 }
 
 /** Splits what LINUX_FACTS_SCRIPT printed into files: path → text without blanks at its ends. */
 export function parseLinuxFacts(text: string): Map<string, string> {
   const files = new Map<string, string>();
   for (const part of text.split(/^==> /m).slice(1)) {
-    const end = part.indexOf("\n");
-    files.set(part.slice(0, end), part.slice(end + 1).trim());
+    const [path = ""] = part.split("\n", 1);
+    files.set(path, part.slice(path.length).trim());
   }
   return files;
 }
 
 /** A whole number of bytes; null for anything else. */
-function parseByteCount(text: string | undefined): number | null {
-  return text !== undefined && /^\d{1,19}$/.test(text) ? Number(text) : null;
+function parseByteCount(text: unknown): number | null {
+  return typeof text === "string" && /^\d{1,19}$/.test(text) ? Number(text) : null;
 }
 
-/** Memory of the machine itself, as `/proc/meminfo` and control groups tell. */
-export interface HostMemory {
-  /** All it has. */
-  totalBytes: number;
-  /** What a new program may use, or null when unknown. */
-  availableBytes: number | null;
-  /** Why `availableBytes` is null. */
-  unknownReason: string | null;
-  /** What a reader should know, or null. */
-  note: string | null;
+/** Total and free memory; free memory that is no part of the total is unknown, for the reason `why`. */
+function readingOf(total: number | null, free: number | null, why: string): MemoryReading {
+  const isKnown = total !== null && free !== null && free >= 0 && free <= total;
+  return {
+    total_bytes: total,
+    free_bytes: isKnown ? free : null,
+    unknown_reason: isKnown ? null : why,
+    note: null,
+  };
 }
 
 /**
@@ -2154,68 +2040,45 @@ export interface HostMemory {
  * Source: kernel documentation of meminfo, cgroup-v1/memory and cgroup-v2, 6.x.
  *
  * @param files Paths and texts from parseLinuxFacts().
- * @returns The memory, or null when there is no meminfo.
  */
-export function parseHostMemory(files: ReadonlyMap<string, string>): HostMemory | null {
-  const meminfo = files.get("/proc/meminfo");
-  if (meminfo === undefined) return null;
+export function parseHostMemory(files: ReadonlyMap<string, string>): MemoryReading {
+  const meminfo = files.get("/proc/meminfo") ?? "";
   const field = (name: string): number | null => {
-    const kib = new RegExp(`^${name}:\\s+(\\d+) kB$`, "m").exec(meminfo)?.[1];
-    return kib === undefined ? null : Number(kib) * KIB;
+    const kib = parseByteCount(new RegExp(`^${name}:\\s+(\\d+) kB$`, "m").exec(meminfo)?.[1]);
+    return kib === null ? null : kib * KIB;
   };
-  const totalBytes = field("MemTotal") ?? 0;
-  const available = field("MemAvailable");
-  if (available === null) {
-    const unknownReason = "/proc/meminfo has no MemAvailable";
-    return { totalBytes, availableBytes: null, unknownReason, note: null };
-  }
-  const groups = listCgroupRoom(files);
-  const smallest = groups.toSorted((a, b) => a.roomBytes - b.roomBytes)[0];
-  if (smallest === undefined || smallest.roomBytes >= available) {
-    return { totalBytes, availableBytes: available, unknownReason: null, note: null };
-  }
-  return {
-    totalBytes: Math.min(totalBytes, smallest.limitBytes),
-    availableBytes: Math.max(0, smallest.roomBytes),
-    unknownReason: null,
-    note: `limited by control group ${smallest.path}`,
-  };
-}
-
-interface CgroupRoom {
-  path: string;
-  limitBytes: number;
-  roomBytes: number;
-}
-
-/** Names of the three files in both versions, and of the cache that can be dropped. */
-const CGROUP_FILES = [
-  { limit: "memory.max", used: "memory.current", cache: "inactive_file" },
-  {
-    limit: "memory.limit_in_bytes",
-    used: "memory.usage_in_bytes",
-    cache: "total_inactive_file",
-  },
-] as const;
-
-function listCgroupRoom(files: ReadonlyMap<string, string>): CgroupRoom[] {
-  const rooms: CgroupRoom[] = [];
-  for (const { limit, used, cache } of CGROUP_FILES) {
-    for (const [path, text] of files) {
-      if (!path.endsWith(`/${limit}`)) continue;
-      const folder = path.slice(0, -limit.length - 1);
-      const limitBytes = parseByteCount(text);
-      const usedBytes = parseByteCount(files.get(`${folder}/${used}`));
-      // "max" in version 2, an enormous number in version 1: no limit.
-      if (limitBytes === null || limitBytes >= CGROUP_NO_LIMIT_BYTES || usedBytes === null) {
-        continue;
-      }
-      const stat = files.get(`${folder}/memory.stat`) ?? "";
-      const cached = Number(new RegExp(`^${cache} (\\d+)$`, "m").exec(stat)?.[1] ?? 0);
-      rooms.push({ path: folder, limitBytes, roomBytes: limitBytes - (usedBytes - cached) });
+  const total = field("MemTotal");
+  const host = readingOf(total, field("MemAvailable"), "/proc/meminfo tells no MemAvailable");
+  if (total === null || host.free_bytes === null) return host;
+  let [free, limit, note] = [host.free_bytes, total, host.note];
+  for (const group of listCgroups(files)) {
+    if (group.roomBytes === null) {
+      return readingOf(total, null, `the use of ${group.path} is unreadable`);
     }
+    if (group.roomBytes >= free) continue;
+    [free, limit] = [group.roomBytes, Math.min(total, group.limitBytes)];
+    note = `limited by control group ${group.path}`;
   }
-  return rooms;
+  return { ...readingOf(limit, free, ""), note };
+}
+
+/** Control groups with a limit, and what they leave: limit − (use − droppable cache), at least 0. */
+function listCgroups(
+  files: ReadonlyMap<string, string>,
+): { path: string; limitBytes: number; roomBytes: number | null }[] {
+  return CGROUP_FILES.flatMap(([limit, used, cache]) =>
+    [...files.keys()].filter((path) => path.endsWith(`/${limit}`)).flatMap((file) => {
+      const path = file.slice(0, -limit.length - 1);
+      const limitBytes = parseByteCount(files.get(file));
+      // "max" in version 2, an enormous number in version 1: no limit.
+      if (limitBytes === null || limitBytes >= CGROUP_NO_LIMIT_BYTES) return [];
+      const usedBytes = parseByteCount(files.get(`${path}/${used}`));
+      const stat = files.get(`${path}/memory.stat`) ?? "";
+      const cached = Number(new RegExp(`^${cache} (\\d+)$`, "m").exec(stat)?.[1] ?? 0);
+      const roomBytes = usedBytes === null ? null : limitBytes - Math.max(0, usedBytes - cached);
+      return [{ path, limitBytes, roomBytes: roomBytes && Math.max(0, roomBytes) }];
+    })
+  );
 }
 
 function newProbe(
@@ -2227,44 +2090,63 @@ function newProbe(
   return { probe, state, reason, devices };
 }
 
-/**
- * Total and free memory of a device. Free memory that is no part of the total is unknown.
- *
- * @param why The reason where it is unknown.
- */
-function readingOf(
-  total: number | null,
-  free: number | null,
-  why: string,
-): Pick<DeviceReport, "total_bytes" | "free_bytes" | "unknown_reason" | "note"> {
-  const isKnown = total !== null && free !== null && free >= 0 && free <= total;
-  return {
-    total_bytes: total,
-    free_bytes: isKnown ? free : null,
-    unknown_reason: isKnown ? null : why,
-    note: null,
-  };
-}
-
 /** Why a program's output is of no use, in its own words; null when it exited well. */
-function describeProbeFailure(output: ProbeOutput): string | null {
-  switch (output.end) {
-    case "missing":
-      return "is not installed";
-    case "timeout":
-      return `gave no answer within ${output.deadlineMs / 1000} s`;
-    case "failed":
-      return `could not be run: ${output.message}`;
-    case "exited": {
-      if (output.code === 0) return null;
-      const words = firstLine(output.stdout) || firstLine(output.stderr) || "no words";
-      return `exited with ${output.code}: ${words}`;
-    }
-  }
+function describeFailure(output: ProbeOutput): string | null {
+  if ("problem" in output) return output.problem;
+  if (output.code === 0) return null;
+  const lines = listLines(`${output.stdout}\n${output.stderr}`);
+  return `exited with ${output.code}: ${lines[0] ?? "no words"}`;
 }
 
-function firstLine(text: string): string {
-  return text.split("\n").map((line) => line.trim()).find((line) => line !== "") ?? "";
+function listLines(text: string): string[] {
+  return text.split("\n").map((line) => line.trim()).filter((line) => line !== "");
+}
+
+/** A driver's tool that told nothing: where it is not installed, its cards are absent. */
+function reportSilence(probe: string, program: string, output: ProbeOutput): ProbeReport {
+  const failure = describeFailure(output);
+  const state = failure === NOT_INSTALLED ? "absent" : "unknown";
+  return newProbe(probe, state, `${program} ${failure}`);
+}
+
+/** Which cards a variable leaves visible, as CUDA and HIP read it; null when it is not set. */
+export type VisibleDevices = { variable: string; list: string } | null;
+
+/** What a variable may call a card: its place in the list, or the start of its uuid. */
+interface NamedCard {
+  index: string;
+  /** Null where the source does not tell. */
+  uuid: string | null;
+}
+
+/**
+ * Reports the cards that a variable lists; like CUDA, an entry that means no card ends the list.
+ * Where an entry cannot be understood here, what is visible is unknown.
+ */
+function reportVisible<T extends NamedCard>(
+  { probe, cards, visible }: { probe: string; cards: readonly T[]; visible: VisibleDevices },
+  describe: (card: T) => DeviceReport,
+): ProbeReport {
+  if (visible === null) return newProbe(probe, "found", null, cards.map(describe));
+  const shown: T[] = [];
+  for (const entry of visible.list.split(",").map((part) => part.trim())) {
+    const isBlind = entry.startsWith("MIG-") ||
+      (entry.startsWith("GPU-") && cards.some((card) => card.uuid === null));
+    if (isBlind) {
+      return newProbe(
+        probe,
+        "unknown",
+        `${visible.variable} lists ${entry}, whose memory is not known`,
+      );
+    }
+    const card = cards.find(({ index, uuid }) =>
+      index === entry || (entry.length > 3 && uuid?.startsWith(entry))
+    );
+    if (card === undefined || shown.includes(card)) break;
+    shown.push(card);
+  }
+  if (shown.length === 0) return newProbe(probe, "absent", `${visible.variable} hides all`);
+  return newProbe(probe, "found", null, shown.map(describe));
 }
 
 /**
@@ -2273,43 +2155,39 @@ function firstLine(text: string): string {
  * Source: nvidia-smi's manual and outputs in public reports, drivers 470 to 590.
  *
  * @param output What nvidia-smi printed for the query of this file, in MiB.
- * @param visible CUDA_VISIBLE_DEVICES, or null when it is not set.
- * @param host The machine's memory, for GPUs that share it; null when unknown.
+ * @param visible CUDA_VISIBLE_DEVICES.
+ * @param host The machine's memory, for GPUs that share it.
  * @returns The cards; a card with a cell that is no number is unknown, not empty.
  */
 export function parseNvidiaSmi(
   output: ProbeOutput,
-  visible: string | null,
-  host: HostMemory | null,
+  visible: VisibleDevices,
+  host: MemoryReading,
 ): ProbeReport {
-  if (output.end === "missing") return newProbe("nvidia", "absent", "nvidia-smi is not installed");
-  const words = output.end === "exited" ? `${output.stdout}\n${output.stderr}` : "";
-  if (/^No devices were found/m.test(words)) {
-    return newProbe("nvidia", "absent", "nvidia-smi: No devices were found");
+  const [stdout, stderr] = "problem" in output ? ["", ""] : [output.stdout, output.stderr];
+  const lines = listLines(stdout);
+  const cards = lines.flatMap((line) => parseNvidiaRow(line) ?? []);
+  if (cards.length === 0) {
+    if (/^No devices were found/m.test(`${stdout}\n${stderr}`)) {
+      return newProbe("nvidia", "absent", "nvidia-smi: No devices were found");
+    }
+    if (describeFailure(output) !== null) return reportSilence("nvidia", "nvidia-smi", output);
+    if (lines.length === 0) return newProbe("nvidia", "absent", "nvidia-smi lists no card");
+    return newProbe("nvidia", "unknown", `nvidia-smi printed a line that is no card: ${lines[0]}`);
   }
-  const failure = describeProbeFailure(output);
-  if (failure !== null || output.end !== "exited") {
-    return newProbe("nvidia", "unknown", `nvidia-smi ${failure}`);
+  const report = reportVisible(
+    { probe: "nvidia", cards, visible },
+    (card) => describeNvidiaCard(card, host),
+  );
+  // A card that has failed is told of in words between the others' rows.
+  const odd = lines.find((line) => parseNvidiaRow(line) === null);
+  if (odd !== undefined && report.state === "found") {
+    report.devices.push(newUnknownDevice("nvidia", `nvidia-smi says: ${odd}`));
   }
-  const rows = output.stdout.split("\n").map((line) => line.trim()).filter((line) => line !== "");
-  const known = rows.flatMap((row) => parseNvidiaRow(row) ?? []);
-  const odd = rows.find((row) => parseNvidiaRow(row) === null);
-  if (odd !== undefined) {
-    return newProbe("nvidia", "unknown", `nvidia-smi printed a line that is no card: ${odd}`);
-  }
-  const shown = selectVisible(known, visible, "CUDA_VISIBLE_DEVICES");
-  if (typeof shown === "string") return newProbe("nvidia", "unknown", shown);
-  if (shown.length === 0) {
-    const reason = known.length === 0
-      ? "nvidia-smi lists no card"
-      : "CUDA_VISIBLE_DEVICES hides all";
-    return newProbe("nvidia", "absent", reason);
-  }
-  return newProbe("nvidia", "found", null, shown.map((card) => describeNvidiaCard(card, host)));
+  return report;
 }
 
-interface NvidiaCard {
-  index: string;
+interface NvidiaCard extends NamedCard {
   uuid: string;
   name: string;
   total: string;
@@ -2319,80 +2197,52 @@ interface NvidiaCard {
 /** A row's cells from both ends, since a name may hold a comma; null when there are too few. */
 function parseNvidiaRow(line: string): NvidiaCard | null {
   const cells = line.split(",").map((cell) => cell.trim());
-  const [index, uuid] = cells;
-  const [total, free] = cells.slice(-2);
-  if (cells.length < 5 || !/^\d+$/.test(index ?? "") || !uuid || !total || !free) return null;
-  return { index: index ?? "", uuid, name: cells.slice(2, -2).join(", "), total, free };
+  const [index = "", uuid = ""] = cells;
+  const [total = "", free = ""] = cells.slice(-2);
+  if (cells.length < 5 || !/^\d+$/.test(index) || uuid === "") return null;
+  return { index, uuid, name: cells.slice(2, -2).join(", "), total, free };
 }
 
-function describeNvidiaCard(card: NvidiaCard, host: HostMemory | null): DeviceReport {
+function describeNvidiaCard(card: NvidiaCard, host: MemoryReading): DeviceReport {
   const identity = { id: card.uuid, name: card.name };
   if (NVIDIA_UNIFIED.test(card.name)) {
-    return {
-      ...identity,
-      kind: "integrated",
-      ...readingOf(host?.totalBytes ?? null, host?.availableBytes ?? null, HOST_UNKNOWN),
-      note: "shares the machine's memory",
-    };
+    const note = ["shares the machine's memory", ...host.note === null ? [] : [host.note]].join(
+      ", ",
+    );
+    return { ...identity, kind: "integrated", ...host, note };
   }
   const toBytes = (mib: number | null) => mib === null ? null : mib * MIB;
-  const total = toBytes(parseByteCount(card.total));
-  const free = toBytes(parseByteCount(card.free));
   const why = `nvidia-smi says memory.total ${card.total}, memory.free ${card.free}`;
-  return { ...identity, kind: "discrete", ...readingOf(total, free, why) };
+  const [total, free] = [card.total, card.free].map((cell) => toBytes(parseByteCount(cell)));
+  return { ...identity, kind: "discrete", ...readingOf(total ?? null, free ?? null, why) };
 }
 
-/**
- * Keeps the cards that a variable lists, by index or by the start of a uuid; like CUDA, an entry
- * that means no card ends the list. Returns a reason instead when a MIG slice is listed.
- */
-function selectVisible<T extends { index: string; uuid: string }>(
-  cards: readonly T[],
-  visible: string | null,
-  variable: string,
-): T[] | string {
-  if (visible === null) return [...cards];
-  const shown: T[] = [];
-  for (const entry of visible.split(",").map((part) => part.trim())) {
-    if (entry.startsWith("MIG-")) return `${variable} lists a MIG slice, whose memory is not known`;
-    const card = cards.find(({ index, uuid }) =>
-      index === entry || (entry.length > 3 && uuid.startsWith(entry))
-    );
-    if (card === undefined || shown.includes(card)) break;
-    shown.push(card);
-  }
-  return shown;
+/** One graphics card below /sys/class/drm. */
+interface DrmCard extends NamedCard {
+  /** `card0`. */
+  id: string;
+  name: string;
+  /** Bytes that a file tells; null where it is missing. */
+  bytes(file: string): number | null;
+  files: string[];
 }
 
-/** Numbers and texts of one graphics card below /sys/class/drm. */
-interface DrmCard {
-  index: string;
-  uuid: string;
-  read(name: string): string | undefined;
-  bytes(name: string): number | null;
-  names: string[];
-}
-
-function listDrmCards(files: ReadonlyMap<string, string>, vendor: string): DrmCard[] {
-  const cards: DrmCard[] = [];
-  for (const [path, text] of files) {
-    const match = /^(\/sys\/class\/drm\/card(\d+))\/device\/vendor$/.exec(path);
-    if (match === null || text !== vendor) continue;
-    const root = `${match[1]}/`;
-    cards.push({
-      index: `${cards.length}`,
-      uuid: `card${match[2]}`,
-      read: (name) => files.get(root + name),
-      bytes: (name) => parseByteCount(files.get(root + name)),
-      names: [...files.keys()].filter((key) => key.startsWith(root)),
-    });
-  }
-  return cards;
-}
-
-function nameDrmCard(card: DrmCard, vendor: string): string {
-  const id = /^PCI_ID=(\S+)$/m.exec(card.read("device/uevent") ?? "")?.[1];
-  return id === undefined ? `${vendor} ${card.uuid}` : `${vendor} ${card.uuid} (${id})`;
+function listDrmCards(files: ReadonlyMap<string, string>, id: string, vendor: string): DrmCard[] {
+  const folders = [...files].filter(([, text]) => text === id).flatMap(([path]) =>
+    /^(\/sys\/class\/drm\/card\d+)\/device\/vendor$/.exec(path)?.[1] ?? []
+  );
+  return folders.map((folder, index) => {
+    const pciId = /^PCI_ID=(\S+)$/m.exec(files.get(`${folder}/device/uevent`) ?? "")?.[1];
+    const name = `${vendor} ${basename(folder)}${pciId === undefined ? "" : ` (${pciId})`}`;
+    return {
+      index: `${index}`,
+      uuid: null,
+      id: basename(folder),
+      name,
+      bytes: (file) => parseByteCount(files.get(`${folder}/${file}`)),
+      files: [...files.keys()].filter((path) => path.startsWith(`${folder}/`)),
+    };
+  });
 }
 
 /**
@@ -2402,48 +2252,37 @@ function nameDrmCard(card: DrmCard, vendor: string): string {
  * and ollama reports of machines with a small carve-out, 2026.
  *
  * @param files Paths and texts from parseLinuxFacts().
- * @param visible HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES, or null when neither is set.
- * @param host The machine's memory, for APUs; null when unknown.
- * @returns The cards; unknown when a card shows no memory (then rocm-smi may know).
+ * @param visible HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES.
+ * @param host The machine's memory, for APUs.
  */
 export function parseAmdSysfs(
   files: ReadonlyMap<string, string>,
-  visible: string | null,
-  host: HostMemory | null,
+  visible: VisibleDevices,
+  host: MemoryReading,
 ): ProbeReport {
-  const cards = listDrmCards(files, "0x1002");
+  const cards = listDrmCards(files, "0x1002", "AMD");
   if (cards.length === 0) return newProbe("amd", "absent", "no AMD card in /sys/class/drm");
-  const shown = selectVisible(cards, visible, "HIP_VISIBLE_DEVICES");
-  if (typeof shown === "string") return newProbe("amd", "unknown", shown);
-  if (shown.length === 0) return newProbe("amd", "absent", "HIP_VISIBLE_DEVICES hides all");
-  const devices = shown.map((card) => describeAmdCard(card, host));
-  const isKnown = devices.some((device) => device.free_bytes !== null);
-  const reason = "amdgpu shows no memory of the card in /sys/class/drm";
-  return newProbe("amd", isKnown ? "found" : "unknown", isKnown ? null : reason, devices);
+  return reportVisible({ probe: "amd", cards, visible }, (card) => describeAmdCard(card, host));
 }
 
-function describeAmdCard(card: DrmCard, host: HostMemory | null): DeviceReport {
-  const identity = { id: card.uuid, name: nameDrmCard(card, "AMD") };
+function describeAmdCard(card: DrmCard, host: MemoryReading): DeviceReport {
+  const identity = { id: card.id, name: card.name };
   const vram = card.bytes("device/mem_info_vram_total");
   const used = card.bytes("device/mem_info_vram_used");
   const gtt = card.bytes("device/mem_info_gtt_total") ?? 0;
   const gttUsed = card.bytes("device/mem_info_gtt_used") ?? 0;
-  const vramFree = vram === null || used === null ? null : vram - used;
+  const why = `the driver says mem_info_vram_total ${vram}, mem_info_vram_used ${used}`;
+  const own = readingOf(vram, vram === null || used === null ? null : vram - used, why);
   const isApu = vram !== null && vram <= APU_MAX_VRAM_BYTES && gtt >= APU_MIN_GTT_BYTES &&
     gtt >= APU_MIN_GTT_RATIO * vram;
-  if (!isApu || vramFree === null || vramFree < 0) {
-    const why = `mem_info_vram_total ${vram}, mem_info_vram_used ${used}`;
-    return { ...identity, kind: "discrete", ...readingOf(vram, vramFree, why) };
-  }
-  const available = host?.availableBytes ?? null;
-  const pool = vramFree + Math.max(0, gtt - gttUsed);
-  const free = available === null ? null : Math.min(pool, available + vramFree);
-  return {
-    ...identity,
-    kind: "integrated",
-    ...readingOf(vram + gtt, free, HOST_UNKNOWN),
-    note: "shares the machine's memory beyond its own carve-out",
-  };
+  if (!isApu || own.free_bytes === null) return { ...identity, kind: "discrete", ...own };
+  const reading = host.free_bytes === null ? host : readingOf(
+    vram + gtt,
+    own.free_bytes + Math.min(Math.max(0, gtt - gttUsed), host.free_bytes),
+    "",
+  );
+  const note = "shares the machine's memory beyond its own carve-out";
+  return { ...identity, kind: "integrated", ...reading, note };
 }
 
 /**
@@ -2451,42 +2290,32 @@ function describeAmdCard(card: DrmCard, host: HostMemory | null): DeviceReport {
  *
  * Source: rocm-smi 5 to 7; its numbers are texts, warnings may come before the JSON.
  *
- * @param output What rocm-smi printed.
- * @param visible HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES, or null when neither is set.
- * @returns The cards.
+ * @param visible HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES.
  */
-export function parseRocmSmi(output: ProbeOutput, visible: string | null): ProbeReport {
-  if (output.end === "missing") return newProbe("amd", "absent", "rocm-smi is not installed");
-  const failure = describeProbeFailure(output);
-  if (failure !== null || output.end !== "exited") {
-    return newProbe("amd", "unknown", `rocm-smi ${failure}`);
-  }
-  const line = output.stdout.split("\n").find((text) => text.trimStart().startsWith("{"));
-  let cards: unknown;
+export function parseRocmSmi(output: ProbeOutput, visible: VisibleDevices): ProbeReport {
+  if ("problem" in output || output.code !== 0) return reportSilence("amd", "rocm-smi", output);
+  const line = listLines(output.stdout).find((text) => text.startsWith("{"));
+  let root: unknown = null;
   try {
-    cards = JSON.parse(line ?? "");
+    root = JSON.parse(line ?? "");
   } catch {
-    return newProbe("amd", "unknown", `rocm-smi printed no JSON: ${firstLine(output.stdout)}`);
+    // No JSON: told below as what it is, no card.
   }
-  const listed = Object.entries(isRecord(cards) ? cards : {})
+  const cards = Object.entries(isRecord(root) ? root : {})
     .filter(([id]) => /^card\d+$/.test(id))
-    .map(([id, fields], index) => ({ index: `${index}`, uuid: id, fields }));
-  if (listed.length === 0) return newProbe("amd", "unknown", "rocm-smi lists no card");
-  const shown = selectVisible(listed, visible, "HIP_VISIBLE_DEVICES");
-  if (typeof shown === "string") return newProbe("amd", "unknown", shown);
-  if (shown.length === 0) return newProbe("amd", "absent", "HIP_VISIBLE_DEVICES hides all");
-  const devices = shown.map(({ uuid, fields }) =>
-    describeRocmCard(uuid, isRecord(fields) ? fields : {})
-  );
-  return newProbe("amd", "found", null, devices);
-}
-
-function describeRocmCard(id: string, fields: Record<string, unknown>): DeviceReport {
-  const total = parseByteCount(`${fields["VRAM Total Memory (B)"]}`);
-  const used = parseByteCount(`${fields["VRAM Total Used Memory (B)"]}`);
-  const free = total === null || used === null ? null : total - used;
-  const why = `rocm-smi says total ${total}, used ${used}`;
-  return { id, name: `AMD ${id}`, kind: "discrete", ...readingOf(total, free, why) };
+    .map(([id, fields], index) => ({ index: `${index}`, uuid: null, id, fields }));
+  if (cards.length === 0) {
+    const words = listLines(output.stdout)[0] ?? "nothing";
+    return newProbe("amd", "unknown", `rocm-smi lists no card but prints ${words}`);
+  }
+  return reportVisible({ probe: "amd", cards, visible }, ({ id, fields }) => {
+    const read = (name: string) => parseByteCount(isRecord(fields) ? fields[name] : null);
+    const total = read("VRAM Total Memory (B)");
+    const used = read("VRAM Total Used Memory (B)");
+    const free = total === null || used === null ? null : total - used;
+    const why = `rocm-smi says total ${total}, used ${used}`;
+    return { id, name: `AMD ${id}`, kind: "discrete", ...readingOf(total, free, why) };
+  });
 }
 
 /**
@@ -2496,59 +2325,56 @@ function describeRocmCard(id: string, fields: Record<string, unknown>): DeviceRe
  * Source: i915's and xe's sysfs files (lmem_*_bytes, tile*\/physical_vram_size_bytes), kernel 6.x.
  *
  * @param files Paths and texts from parseLinuxFacts().
- * @returns The cards.
  */
 export function parseIntelSysfs(files: ReadonlyMap<string, string>): ProbeReport {
-  const devices: DeviceReport[] = [];
-  for (const card of listDrmCards(files, "0x8086")) {
-    const tiles = card.names.filter((name) => name.endsWith("/physical_vram_size_bytes"));
-    const lmem = card.bytes("lmem_total_bytes") ?? card.bytes("device/lmem_total_bytes");
-    const tileBytes = sumOf(tiles, (name) => parseByteCount(files.get(name)) ?? 0);
-    const total = lmem ?? tileBytes;
-    if (total === 0) continue;
-    const free = card.bytes("lmem_avail_bytes") ?? card.bytes("device/lmem_avail_bytes");
-    devices.push({
-      id: card.uuid,
-      name: nameDrmCard(card, "Intel"),
-      kind: "discrete",
-      ...readingOf(total, free, "the driver does not tell how much of it is free"),
-    });
-  }
+  const devices = listDrmCards(files, "0x8086", "Intel").flatMap((card): DeviceReport[] => {
+    const read = (name: string) => card.bytes(name) ?? card.bytes(`device/${name}`);
+    const tiles = card.files.filter((path) => path.endsWith("/physical_vram_size_bytes"));
+    const tileBytes = sumOf(tiles, (path) => parseByteCount(files.get(path)) ?? 0);
+    const total = read("lmem_total_bytes") ?? tileBytes;
+    if (total === 0) return [];
+    const why = "the driver does not tell how much of it is free";
+    const reading = readingOf(total, read("lmem_avail_bytes"), why);
+    return [{ id: card.id, name: card.name, kind: "discrete", ...reading }];
+  });
   if (devices.length > 0) return newProbe("intel", "found", null, devices);
   return newProbe("intel", "absent", "no Intel card with memory of its own in /sys/class/drm");
 }
 
 /**
- * Reads the memory that a Mac's GPU may use from `sysctl -n hw.memsize iogpu.wired_limit_mb`.
+ * Reads the memory that a Mac's GPU may use from `sysctl hw.memsize hw.optional.arm64
+ * iogpu.wired_limit_mb`. A limit of 0, or none (macOS before 14 has no such setting), means the
+ * system's own limit, which exists all the same and of which only an estimate is possible. sysctl
+ * stops with exit code 1 at a name that it does not know.
  *
- * Source: llama.cpp and MLX discussions of recommendedMaxWorkingSetSize, 2025; a limit of 0 means
- * the system's default, of which only an estimate is possible.
+ * Source: llama.cpp and MLX discussions of recommendedMaxWorkingSetSize, 2025.
  *
- * @param output What sysctl printed: bytes, then MiB.
- * @returns One integrated device.
+ * @returns One integrated device; unknown on a Mac without an Apple GPU.
  */
 export function parseAppleSysctl(output: ProbeOutput): ProbeReport {
-  const failure = describeProbeFailure(output);
-  if (output.end !== "exited") return newProbe("apple", "unknown", `sysctl ${failure}`);
-  const [memory, limit] = output.stdout.trim().split(/\s+/).map((text) => parseByteCount(text));
-  // A Mac without the second number (no Apple GPU) makes sysctl exit with 1 after the first.
-  if (memory === undefined || memory === null || memory === 0) {
-    return newProbe("apple", "unknown", `sysctl ${failure ?? "printed no hw.memsize"}`);
+  const printed = "problem" in output ? "" : output.stdout;
+  const read = (name: string) =>
+    parseByteCount(new RegExp(`^${name}: (\\d+)$`, "m").exec(printed)?.[1]);
+  const memory = read("hw\\.memsize");
+  if (!memory) {
+    const words = describeFailure(output) ?? "printed no hw.memsize";
+    return newProbe("apple", "unknown", `sysctl ${words}`);
   }
-  if (limit === undefined || limit === null) {
-    return newProbe("apple", "absent", "this Mac has no iogpu.wired_limit_mb");
+  if (read("hw\\.optional\\.arm64") !== 1) {
+    return newProbe("apple", "unknown", "only a Mac with an Apple GPU can be measured");
   }
-  const isDefault = limit === 0;
+  const limit = (read("iogpu\\.wired_limit_mb") ?? 0) * MIB;
   const share = memory <= APPLE_SMALL_BYTES ? APPLE_SMALL_SHARE : APPLE_LARGE_SHARE;
-  const usable = isDefault ? Math.floor(memory * share) : Math.min(limit * MIB, memory);
+  const usable = limit === 0 ? Math.floor(memory * share) : Math.min(limit, memory);
+  const origin = limit === 0
+    ? "an estimate of the system's own limit"
+    : "the limit set in iogpu.wired_limit_mb";
   return newProbe("apple", "found", null, [{
     id: "apple",
     name: "Apple GPU",
     kind: "integrated",
     ...readingOf(usable, usable, ""),
-    note: isDefault
-      ? "an estimate of the system's default limit; memory in use by others is not known"
-      : "the limit set in iogpu.wired_limit_mb; memory in use by others is not known",
+    note: `${origin}; memory in use by others is not known`,
   }]);
 }
 
@@ -2557,184 +2383,207 @@ export function parseAppleSysctl(output: ProbeOutput): ProbeReport {
  * tells how much memory there is, not how much is free. AdapterRAM, 32 bits wide, is never used.
  *
  * Source: Windows' display class key, 10 and 11.
- *
- * @param output What reg printed.
- * @returns The cards, their free memory unknown.
  */
 export function parseWindowsRegistry(output: ProbeOutput): ProbeReport {
-  if (output.end !== "exited") {
-    return newProbe("windows", "unknown", `reg ${describeProbeFailure(output)}`);
-  }
-  const devices: DeviceReport[] = [];
-  let key = "";
-  for (const line of output.stdout.split(/\r?\n/)) {
-    if (line.startsWith("HKEY_")) key = line.trim();
-    const hex = /qwMemorySize\s+REG_QWORD\s+0x([0-9a-f]{1,13})\s*$/i.exec(line)?.[1];
-    if (hex === undefined || parseInt(hex, 16) === 0) continue;
-    const id = key.slice(key.lastIndexOf("\\") + 1);
-    devices.push({
-      id,
-      name: `display adapter ${id}`,
-      kind: "discrete",
-      ...readingOf(parseInt(hex, 16), null, "the registry does not tell how much of it is free"),
-    });
-  }
+  if ("problem" in output) return newProbe("windows", "unknown", `reg ${output.problem}`);
+  const value =
+    /^HKEY_.*\\(\S+)\s+HardwareInformation\.qwMemorySize\s+REG_QWORD\s+0x([0-9a-f]{1,13})\s*$/gim;
+  const devices = [...output.stdout.matchAll(value)].flatMap(
+    ([, id = "", hex = ""]): DeviceReport[] => {
+      const total = parseInt(hex, 16);
+      if (total === 0) return [];
+      const reading = readingOf(total, null, "the registry does not tell how much of it is free");
+      return [{ id, name: `display adapter ${id}`, kind: "discrete", ...reading }];
+    },
+  );
   // reg exits with 1 when it finds no such value.
   if (devices.length === 0) return newProbe("windows", "absent", "no qwMemorySize in the registry");
   return newProbe("windows", "found", null, devices);
 }
 
 /** Reads `FreePhysicalMemory TotalVisibleMemorySize` of Windows, both in KiB. */
-export function parseWindowsMemory(output: ProbeOutput): HostMemory | null {
-  if (output.end !== "exited" || output.code !== 0) return null;
-  const [free, total] = output.stdout.trim().split(/\s+/).map((text) => parseByteCount(text));
-  if (typeof free !== "number" || typeof total !== "number") return null;
-  return { totalBytes: total * KIB, availableBytes: free * KIB, unknownReason: null, note: null };
+export function parseWindowsMemory(output: ProbeOutput): MemoryReading {
+  const failure = describeFailure(output);
+  const printed = "problem" in output ? "" : output.stdout;
+  const [, free, total] = /^\s*(\d{1,12}) (\d{1,12})\s*$/.exec(printed) ?? [];
+  const why = `powershell ${failure ?? `printed ${listLines(printed)[0] ?? "nothing"}`}`;
+  if (failure !== null || free === undefined) return readingOf(null, null, why);
+  return readingOf(Number(total) * KIB, Number(free) * KIB, why);
 }
 
 /** The machine's own memory as a device. */
-function describeHost(host: HostMemory | null): ProbeReport {
-  if (host === null) return newProbe("cpu", "unknown", "the machine's memory could not be read");
-  return newProbe("cpu", "found", null, [{
-    id: "cpu",
-    name: "the machine's memory",
-    kind: "cpu",
-    total_bytes: host.totalBytes,
-    free_bytes: host.availableBytes,
-    unknown_reason: host.unknownReason,
-    note: host.note,
-  }]);
+function reportHost(host: MemoryReading): ProbeReport {
+  const state = host.free_bytes === null ? "unknown" : "found";
+  const device = { id: "cpu", name: "the machine's memory", kind: "cpu" as const, ...host };
+  return newProbe("cpu", state, host.unknown_reason, [device]);
 }
 
-/** An NVIDIA driver is loaded or a card is there, but nvidia-smi is not: unknown, not absent. */
-function explainMissingSmi(report: ProbeReport, files: ReadonlyMap<string, string>): ProbeReport {
-  const isThere = files.has("/proc/driver/nvidia/version") ||
-    listDrmCards(files, "0x10de").length > 0;
-  if (report.state !== "absent" || report.reason !== "nvidia-smi is not installed" || !isThere) {
-    return report;
-  }
-  return newProbe("nvidia", "unknown", "there is an NVIDIA card, but nvidia-smi is not installed");
+/** Stands for what a failed probe could have found, so that it is not taken for absent. */
+function newUnknownDevice(probe: string, reason: string): DeviceReport {
+  const kind = probe === "apple" ? "integrated" : "discrete";
+  return { id: probe, name: `${probe} device`, kind, ...readingOf(null, null, reason) };
 }
 
 function formatMib(bytes: number): string {
   return `${(bytes / MIB).toFixed(2)} MiB`;
 }
 
-/** A row of a table: label, value, remark. */
-type TableRow = readonly [label: string, value: string, remark?: string];
+/** Takes out what could steer a terminal: names and words come from files and other programs. */
+function printable(text: string): string {
+  return text.replace(/\p{Cc}/gu, "?");
+}
 
-/** Lays out rows in columns: the last column of numbers ends flush right. */
-function renderRows(rows: readonly TableRow[]): string {
+/** Breaks text at blanks so that lines are no longer than `width`, unless a word is. */
+function wrapText(text: string, width: number): string[] {
+  const lines: string[] = [];
+  for (const word of printable(text).split(" ")) {
+    const longer = `${lines.at(-1)} ${word}`;
+    if (lines.length > 0 && longer.length <= width) lines.splice(-1, 1, longer);
+    else lines.push(word);
+  }
+  return lines;
+}
+
+/** A row of a table: what, how much (flush right), and words that may take several lines. */
+type TableRow = readonly [label: string, amount: string, words?: string];
+
+/** Lays out a titled table in lines of `columns`; nothing when it has no rows. */
+function renderTable(title: string, rows: readonly TableRow[], columns: number): string[] {
+  if (rows.length === 0) return [];
   const width = (column: 0 | 1) => Math.max(...rows.map((row) => row[column].length));
   const [first, second] = [width(0), width(1)];
-  return rows.map(([label, value, remark]) =>
-    `  ${label.padEnd(first)}  ${value.padStart(second)}${remark ? `  ${remark}` : ""}`.trimEnd()
-  ).join("\n");
+  const lines = rows.flatMap(([label, amount, words = ""]) => {
+    const lead = [
+      `  ${printable(label).padEnd(first)}`,
+      ...second > 0 ? [amount.padStart(second)] : [],
+    ]
+      .join("  ");
+    const [head, ...tail] = wrapText(words, Math.max(20, columns - lead.length - 2));
+    const indent = " ".repeat(lead.length);
+    return [`${lead}  ${head}`, ...tail.map((line) => `${indent}  ${line}`)];
+  });
+  return ["", title, ...lines.map((line) => line.trimEnd())];
 }
 
 /**
- * The derivation as a table for people.
+ * The derivation as tables for people.
  *
- * @param report A finished report.
- * @param raises What would raise the answer, one line each.
+ * @param columns How many characters a line may hold.
  * @returns Several lines, without a final newline.
  */
-export function renderExplanation(report: DetectReport, raises: readonly string[]): string {
-  const parts = [
-    `Model\n${renderRows(listModelRows(report))}`,
-    ...(report.devices.length > 0 ? [`Devices\n${renderRows(listDeviceRows(report))}`] : []),
-    ...(report.memory === null ? [] : [`Memory\n${renderRows(listMemoryRows(report))}`]),
-    ...(report.budget === null ? [] : [`Budget\n${renderRows(listBudgetRows(report))}`]),
-    `Answer\n${renderRows(listAnswerRows(report))}`,
-    ...(raises.length > 0 ? [`What would raise it\n  ${raises.join("\n  ")}`] : []),
-    ...(report.warnings.length > 0 ? [`Warnings\n  ${report.warnings.join("\n  ")}`] : []),
+export function renderExplanation(
+  { report, need, raises }: Detection,
+  columns: number,
+): string {
+  const { budget, memory_at_context: asked } = report;
+  const needs = [need, asked?.context_tokens === need?.context_tokens ? null : asked];
+  const sections: [string, TableRow[]][] = [
+    ["Model", listModelRows(report)],
+    ["Devices", listDeviceRows(report)],
+    ...needs.flatMap((each): [string, TableRow[]][] =>
+      each === null ? [] : [[`Need of ${each.context_tokens} tokens`, listNeedRows(each, report)]]
+    ),
+    [`Budget: ${budget?.pool}`, budget === null ? [] : listBudgetRows(budget)],
+    ["Answer", listAnswerRows(report)],
+    ["What would raise it", raises.map((line) => ["-", "", line])],
+    ["Warnings", report.warnings.map((line) => ["-", "", line])],
   ];
-  return parts.join("\n\n");
+  return sections.flatMap(([title, rows]) => renderTable(title, rows, columns)).slice(1).join("\n");
 }
 
-function listModelRows(report: DetectReport): TableRow[] {
-  const fields = Object.entries({ name: "none", ...report.model });
-  const values = fields.map(([, value]) => value === null ? "unknown" : `${value}`);
-  // Texts, unlike amounts, stand flush left.
-  const width = Math.max(...values.map((value) => value.length));
-  return fields.map(([key], index) => [
-    key.replaceAll("_", " "),
-    (values[index] ?? "").padEnd(width),
-  ]);
+function listModelRows({ model, assumptions }: DetectReport): TableRow[] {
+  if (model === null) return [["name", "", "none"]];
+  const { name, path, architecture } = model;
+  const rows: TableRow[] = [["name", "", `${name}`]];
+  if (architecture === undefined || assumptions === null) return rows;
+  const kinds = [
+    [model.full_context_layers, "keep the whole context"],
+    [model.sliding_layers, `keep a window of ${model.window_tokens} tokens`],
+    [model.recurrent_layers, "keep a recurrent state"],
+  ].filter(([count]) => count !== 0).map((words) => words.join(" "));
+  const { kv_type_k, kv_type_v, slots, ubatch_tokens } = assumptions;
+  return [
+    ...path === name ? [] : rows,
+    ["path", "", `${path}${model.files === 1 ? "" : ` (${model.files} files)`}`],
+    [
+      "architecture",
+      "",
+      `${architecture}${model.is_upper_bound ? ", figures are upper bounds" : ""}`,
+    ],
+    ["layers", "", `${model.layers}: ${kinds.join(", ")}`],
+    ["native context", "", `${model.native_context_tokens ?? "unknown"} tokens`],
+    [
+      "run with",
+      "",
+      `K in ${kv_type_k}, V in ${kv_type_v}, slots ${slots}, ubatch ${ubatch_tokens}`,
+    ],
+  ];
 }
 
-function listDeviceRows(report: DetectReport): TableRow[] {
-  return report.devices.map((device) => {
-    const total = device.total_bytes === null ? "" : `of ${formatMib(device.total_bytes)}`;
-    if (device.free_bytes === null) return [device.name, "unknown", device.unknown_reason ?? ""];
-    const note = device.note === null ? "" : ` (${device.note})`;
-    return [device.name, formatMib(device.free_bytes), `free ${total}, ${device.kind}${note}`];
+function listDeviceRows({ devices, probes }: DetectReport): TableRow[] {
+  const rows = devices.map(({ name, kind, note, ...device }): TableRow => {
+    if (device.free_bytes === null) return [name, "unknown", `${device.unknown_reason}`];
+    const total = `free of ${formatMib(device.total_bytes ?? 0)}`;
+    return [name, formatMib(device.free_bytes), [total, kind, note ?? []].flat().join(", ")];
   });
+  const absent = probes.filter((probe) => probe.state === "absent");
+  return [...rows, ...absent.map(({ probe, reason }): TableRow => [probe, "absent", `${reason}`])];
 }
 
-/** The terms of the derivation in words; those of a token are not MiB but bytes. */
-const MEMORY_LABELS: Readonly<Record<string, string>> = {
-  weights_bytes: "weights",
-  projector_bytes: "projector",
-  kv_bytes_per_token: "KV cache, each token",
-  kv_swa_bytes: "KV cache, sliding window",
-  recurrent_bytes: "recurrent state",
-  compute_bytes: "compute buffer",
-  compute_bytes_per_token: "compute buffer, each token",
-};
-
-function listMemoryRows(report: DetectReport): TableRow[] {
-  return Object.entries(report.memory ?? {}).map(([key, bytes]) => [
-    MEMORY_LABELS[key] ?? key,
-    key.endsWith("_per_token") ? `${bytes} B` : formatMib(bytes),
-  ]);
+function listNeedRows(need: MemoryAtContext, { memory }: DetectReport): TableRow[] {
+  const projector = memory?.projector_bytes ?? 0;
+  const rows: [string, number, string?][] = [
+    ["weights", need.weights_bytes, projector > 0 ? `of it projector ${formatMib(projector)}` : ""],
+    ["KV cache", need.kv_bytes, `${memory?.kv_bytes_per_token} bytes a token`],
+    ["KV cache of windows", need.kv_swa_bytes],
+    ["recurrent state", need.recurrent_bytes],
+    [
+      "compute buffer",
+      need.compute_bytes,
+      `of it ${memory?.compute_bytes_per_token} bytes a token`,
+    ],
+    ["together", need.total_bytes],
+  ];
+  return rows.filter(([, bytes]) => bytes > 0).map((
+    [label, bytes, words],
+  ) => [label, formatMib(bytes), words ?? ""]);
 }
 
-function listBudgetRows(report: DetectReport): TableRow[] {
-  const budget = report.budget;
-  if (budget === null) return [];
-  const rows = budget.terms.map((term): TableRow => [
+function listBudgetRows({ terms, total_bytes }: BudgetReport): TableRow[] {
+  const rows = terms.map((term): TableRow => [
     term.device,
     formatMib(term.usable_bytes),
     `${formatMib(term.free_bytes)} free - ${formatMib(term.headroom_bytes)} headroom`,
   ]);
-  return [...rows, ["all together", formatMib(budget.total_bytes), `pool: ${budget.pool}`]];
+  return terms.length === 1 ? rows : [...rows, ["together", formatMib(total_bytes)]];
 }
 
 function listAnswerRows(report: DetectReport): TableRow[] {
-  const { available_context_tokens: tokens, budget, memory_at_context: at } = report;
+  const { available_context_tokens: tokens, budget, source } = report;
   const origin = budget === null
-    ? `source: ${report.source}`
+    ? `from ${source}`
     : `exactly ${budget.exact_context_tokens}, limited by ${budget.limited_by}`;
-  const rows: TableRow[] = [
-    ["context", tokens === null ? "unknown" : `${tokens} tokens`, origin],
+  return [
+    ["context", "", tokens === null ? "unknown" : `${tokens} tokens, ${origin}`],
     [
       "fit for loops",
-      report.loop_mode_eligible ? "yes" : "no",
-      report.reason ?? `the floor is ${report.floor_tokens} tokens`,
+      "",
+      report.loop_mode_eligible
+        ? `yes, the floor is ${FLOOR_TOKENS} tokens`
+        : `no: ${report.reason}`,
     ],
   ];
-  if (at === null) return rows;
-  const terms = Object.entries({
-    weights: at.weights_bytes,
-    KV: at.kv_bytes,
-    window: at.kv_swa_bytes,
-    state: at.recurrent_bytes,
-    compute: at.compute_bytes,
-  }).map(([name, bytes]) => `${name} ${formatMib(bytes)}`);
-  return [...rows, [`at ${at.context_tokens} tokens`, formatMib(at.total_bytes), terms.join(", ")]];
 }
 
 /**
  * What would raise the answer, with the figure that each change would give.
  *
- * @param model The model's shape and the bytes of its weights.
  * @param settings How it is run now.
  * @param budgetBytes What it may use.
- * @returns One line for each change that helps; none when the native context is reached.
+ * @returns One line for each change that helps; one that says so when nothing can.
  */
 export function listRaises(
-  model: { shape: ModelShape; weightsBytes: number },
+  model: SizedModel,
   settings: CacheSettings,
   budgetBytes: number,
 ): string[] {
@@ -2742,45 +2591,27 @@ export function listRaises(
   if (now === model.shape.nativeTokens) {
     return [`nothing: ${now} tokens is the model's native context`];
   }
-  const smaller = { ...model, weightsBytes: model.weightsBytes - GIB };
-  const changes: [string, number][] = [
-    ["--kv-type q8_0", tryContext(model, { ...settings, kvTypeK: "q8_0", kvTypeV: "q8_0" })],
-    ["--kv-type q4_0", tryContext(model, { ...settings, kvTypeK: "q4_0", kvTypeV: "q4_0" })],
-    ["--slots 1", tryContext(model, { ...settings, slots: 1 })],
-    ["a model file 1 GiB smaller", model.weightsBytes > GIB ? tryContext(smaller, settings) : 0],
-    ["1 GiB more free memory", largestContext(model, settings, budgetBytes + GIB)],
+  const retype = (type: string) => ({ ...settings, kvTypeK: type, kvTypeV: type });
+  const smaller = { ...model, weightsBytes: Math.max(0, model.weightsBytes - GIB) };
+  const changes: [string, SizedModel, CacheSettings, number][] = [
+    ["--kv-type q8_0", model, retype("q8_0"), budgetBytes],
+    ["--kv-type q4_0", model, retype("q4_0"), budgetBytes],
+    ["--slots 1", model, { ...settings, slots: 1 }, budgetBytes],
+    ["a model file 1 GiB smaller", smaller, settings, budgetBytes],
+    ["1 GiB more free memory", model, settings, budgetBytes + GIB],
   ];
-  return changes.filter(([, tokens]) => tokens > now).map(([change, tokens]) =>
-    `${change}: ${roundContext(tokens)} tokens`
-  );
-
-  function tryContext(changed: typeof model, changedSettings: CacheSettings): number {
-    try {
-      checkCacheTypes(changed.shape, changedSettings);
-    } catch {
-      return 0; // The cache type does not suit this model's heads: no suggestion.
-    }
-    return largestContext(changed, changedSettings, budgetBytes);
-  }
-}
-
-function roundContext(tokens: number): number {
-  return Math.floor(tokens / CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS;
+  return changes.flatMap(([change, changed, changedSettings, budget]) => {
+    if (findOddCacheType(changed.shape, changedSettings) !== null) return [];
+    const tokens = largestContext(changed, changedSettings, budget);
+    return tokens > now ? [`${change}: ${roundContext(tokens)} tokens`] : [];
+  });
 }
 
 // --- Input and output ---
 
-function readModelText(path: string): string {
-  try {
-    return Deno.readTextFileSync(path);
-  } catch (error) {
-    throw refusal(`Cannot read "${path}": ${describeReadError(error)}`);
-  }
-}
-
-function describeReadError(error: unknown): string {
+function describeError(error: unknown): string {
   if (error instanceof Deno.errors.NotFound) return "no such file";
-  return error instanceof Error ? error.message : String(error);
+  return error instanceof Error ? error.message : `${error}`;
 }
 
 function isFilePath(path: string): boolean {
@@ -2802,7 +2633,7 @@ function withByteSource<T>(path: string, use: (source: ByteSource) => T): T {
     sizeBytes = info.size;
     file = Deno.openSync(path);
   } catch (error) {
-    throw refusal(`Cannot read model file "${path}": ${describeReadError(error)}`);
+    throw refusal(`Cannot read model file "${path}": ${describeError(error)}`);
   }
   try {
     return use({ sizeBytes, readAt: (offset, into) => readFileAt(file, offset, into) });
@@ -2822,64 +2653,46 @@ function readFileAt(file: Deno.FsFile, offset: number, into: Uint8Array): number
   return filled;
 }
 
-function loadGgufModel(path: string, source: LoadedModel["source"]): LoadedModel {
+function readObject(path: string): Record<string, unknown> {
+  return parseObject(readModelText(path), path);
+}
+
+function readModelText(path: string): string {
+  return withByteSource(path, (source) => {
+    if (source.sizeBytes <= JSON_LIMIT_BYTES) return readTextAt(source, 0, source.sizeBytes);
+    throw refusal(`Cannot read model file "${path}": ${source.sizeBytes} bytes are too many`);
+  });
+}
+
+function readFileSize(path: string): number {
+  return withByteSource(path, (source) => source.sizeBytes);
+}
+
+/** Loads a model file or folder by its path. */
+function loadModelPath(path: string): LoadedModel {
+  if (isDirectory(path)) return loadHfModel(path);
+  return basename(path) === "config.json" ? loadHfModel(dirname(path)) : loadGgufModel(path);
+}
+
+function loadGgufModel(path: string): LoadedModel {
   const paths = listShards(path);
   const shards = paths.map((shard) => withByteSource(shard, (bytes) => readGguf(bytes, shard)));
-  const first = shards[0];
-  if (first === undefined) throw refusal(`Cannot read GGUF file "${path}": no shards`);
-  shards.forEach((shard, index) => {
-    const [count, number] = [shard.values.get("split.count"), shard.values.get("split.no")];
-    if ((count ?? paths.length) === paths.length && (number ?? index) === index) return;
-    throw refusal(
-      `Cannot read GGUF file "${paths[index]}": it says it is shard ${number} of ${count}, ` +
-        `its name says ${index} of ${paths.length} (from 0)`,
-    );
-  });
-  return {
-    source,
-    path,
-    files: paths.length,
-    header: { values: first.values, vocabTokens: firstVocab(shards) },
-    ...sumShards(shards),
-    projectorBytes: 0,
-  };
-}
-
-/**
- * Weights of all shards. Where the list of tensors does not explain a file's size, the size counts,
- * which is never too little.
- */
-function sumShards(shards: readonly GgufFile[]): { weightsBytes: number; warnings: string[] } {
-  if (shards.every((shard) => shard.tensorCount === 0)) {
-    const weightsBytes = sumOf(shards, (shard) => shard.fileBytes);
-    return { weightsBytes, warnings: ["the file lists no tensors: its size counts as weights"] };
-  }
-  return {
-    weightsBytes: sumOf(shards, (shard) => shard.tensorBytes + shard.surplusBytes),
-    warnings: shards.filter((shard) => shard.surplusBytes > 0).map((shard) =>
-      `${shard.surplusBytes} bytes follow the last tensor's data: the file may be damaged, ` +
-      "they count as weights"
-    ),
-  };
-}
-
-function firstVocab(shards: readonly GgufFile[]): number | null {
-  return shards.find((shard) => shard.vocabTokens !== null)?.vocabTokens ?? null;
+  return { source: "gguf", path, projectorBytes: 0, ...joinShards(shards, paths) };
 }
 
 function loadHfModel(folder: string): LoadedModel {
   const configPath = join(folder, "config.json");
   const header = parseHfConfig(readModelText(configPath), configPath);
   const paths = listSafetensors(folder);
-  const bytes = paths.map((path) =>
-    withByteSource(path, (source) => readSafetensorsBytes(source, path))
-  );
   return {
     source: "hf",
     path: folder,
     files: paths.length,
     header,
-    weightsBytes: sumOf(bytes, (size) => size),
+    weightsBytes: sumOf(
+      paths,
+      (path) => withByteSource(path, (source) => readSafetensorsBytes(source, path)),
+    ),
     projectorBytes: 0,
     warnings: ["weights count as they are stored; a server that converts them needs other room"],
   };
@@ -2888,73 +2701,71 @@ function loadHfModel(folder: string): LoadedModel {
 /** The files of a model: those of the index, else the one with the usual name, else all. */
 function listSafetensors(folder: string): string[] {
   const indexPath = join(folder, "model.safetensors.index.json");
+  let names: string[];
   if (isFilePath(indexPath)) {
-    const map = parseObjectText(readModelText(indexPath), indexPath)["weight_map"];
-    const names = new Set(Object.values(isRecord(map) ? map : {}).map(String));
-    const odd = [...names].find((name) => basename(name) !== name);
+    const map = readObject(indexPath)["weight_map"];
+    names = [...new Set(Object.values(isRecord(map) ? map : {}).map(String))];
+    const odd = names.find((name) => basename(name) !== name);
     if (odd !== undefined) throw refusal(`Cannot read "${indexPath}": file "${odd}"`);
-    return [...names].sort().map((name) => join(folder, name));
+  } else if (isFilePath(join(folder, "model.safetensors"))) names = ["model.safetensors"];
+  else {
+    names = [...Deno.readDirSync(folder)].map((entry) => entry.name)
+      .filter((name) => name.endsWith(".safetensors"));
   }
-  const single = join(folder, "model.safetensors");
-  if (isFilePath(single)) return [single];
-  const names = [...Deno.readDirSync(folder)].map((entry) => entry.name);
-  const found = names.filter((name) => name.endsWith(".safetensors")).sort();
-  if (found.length > 0) return found.map((name) => join(folder, name));
+  if (names.length > 0) return names.sort().map((name) => join(folder, name));
   throw refusal(`Cannot read model folder "${folder}": it holds no safetensors files`);
-}
-
-/** Where ollama keeps its models: OLLAMA_MODELS, else the user's and the service's folder. */
-function listOllamaFolders(): string[] {
-  const named = readEnv("OLLAMA_MODELS");
-  if (named !== undefined) return [named];
-  const home = homeDir();
-  return [
-    ...(home === undefined ? [] : [join(home, ".ollama", "models")]),
-    "/usr/share/ollama/.ollama/models",
-  ];
 }
 
 function homeDir(): string | undefined {
   return readEnv("HOME") ?? readEnv("USERPROFILE");
 }
 
-/** Loads the model that ollama knows by this name; null when it knows none. */
-function loadOllamaModel(name: string): LoadedModel | null {
+/**
+ * The manifest of a model that ollama knows by this name, and the models folder; null when it knows
+ * none. OLLAMA_MODELS takes the place of the user's and the service's folder.
+ */
+function findOllamaManifest(name: string): { folder: string; path: string } | null {
   const manifest = parseOllamaName(name);
   if (manifest === null) return null;
-  for (const folder of listOllamaFolders()) {
-    const path = join(folder, manifest);
-    if (!isFilePath(path)) continue;
-    const { model, projectors } = parseOllamaManifest(readModelText(path), path);
-    const loaded = loadGgufModel(join(folder, model), "ollama");
-    const projectorBytes = sumOf(projectors, (blob) => readBlobSize(join(folder, blob)));
-    return { ...loaded, path, projectorBytes };
-  }
-  return null;
+  const [named, home] = [readEnv("OLLAMA_MODELS"), homeDir()];
+  const usual = [
+    ...home === undefined ? [] : [join(home, ".ollama", "models")],
+    OLLAMA_SERVICE_MODELS,
+  ];
+  const folders = named === undefined ? usual : [named];
+  const folder = folders.find((each) => isFilePath(join(each, manifest)));
+  return folder === undefined ? null : { folder, path: join(folder, manifest) };
 }
 
-function readBlobSize(path: string): number {
-  return withByteSource(path, (source) => source.sizeBytes);
+function loadOllamaModel(name: string): LoadedModel | null {
+  const found = findOllamaManifest(name);
+  if (found === null) return null;
+  const { folder, path } = found;
+  const { model, extras } = parseOllamaManifest(readModelText(path), path);
+  return {
+    ...loadGgufModel(join(folder, model)),
+    source: "ollama",
+    path,
+    projectorBytes: sumOf(extras, (blob) => readFileSize(join(folder, blob))),
+  };
 }
 
-/** Loads a model file or folder by its path. */
-function loadModelPath(path: string): LoadedModel {
-  if (isDirectory(path)) return loadHfModel(path);
-  if (basename(path) === "config.json") return loadHfModel(dirname(path));
-  return loadGgufModel(path, "gguf");
-}
-
-/** Resolves a path of models.json or the command line; `~` is the home folder. */
+/** Resolves a path of models.json or of the command line; `~` is the home folder. */
 function resolveModelPath(path: string, baseDir: string): string {
   const home = homeDir();
-  if (home !== undefined && /^~(?=[/\\]|$)/.test(path)) return home + path.slice(1);
-  return isAbsolute(path) ? path : join(baseDir, path);
+  return home !== undefined && /^~(?=[/\\]|$)/.test(path)
+    ? home + path.slice(1)
+    : resolve(baseDir, path);
 }
 
-/** A path rather than a name: it ends like a model file, or something is there. */
-function looksLikePath(text: string): boolean {
-  return text.endsWith(".gguf") || /^(?:[.~]{0,2}[/\\]|[A-Za-z]:[/\\])/.test(text) ||
-    isDirectory(text) || isFilePath(text);
+/**
+ * The path that `--model` means, or null where it means a name: what looks like a path is one; what
+ * might be either is a name where ollama knows it.
+ */
+function findNamedPath(text: string): string | null {
+  const isPath = text.endsWith(".gguf") || /^(?:[.~]{0,2}[/\\]|[A-Za-z]:[/\\])/.test(text) ||
+    ((isDirectory(text) || isFilePath(text)) && findOllamaManifest(text) === null);
+  return isPath ? resolveModelPath(text, Deno.cwd()) : null;
 }
 
 /**
@@ -2963,7 +2774,7 @@ function looksLikePath(text: string): boolean {
  */
 async function runProbe(argv: readonly [string, ...string[]]): Promise<ProbeOutput> {
   const isWindows = Deno.build.os === "windows";
-  const env = { PATH: readEnv("PATH") ?? "/usr/bin:/bin", HOME: homeDir() ?? "/", LC_ALL: "C" };
+  const path = `${readEnv("PATH") ?? "/usr/bin:/bin"}:${PROBE_PATH}`;
   let child: Deno.ChildProcess;
   try {
     child = new Deno.Command(argv[0], {
@@ -2972,64 +2783,72 @@ async function runProbe(argv: readonly [string, ...string[]]): Promise<ProbeOutp
       stdout: "piped",
       stderr: "piped",
       // Windows programs need more of the environment than can be named here.
-      ...(isWindows ? {} : { clearEnv: true, env, detached: true }),
+      ...isWindows ? {} : {
+        clearEnv: true,
+        env: { PATH: path, HOME: homeDir() ?? "/", LC_ALL: "C" },
+        detached: true,
+      },
     }).spawn();
   } catch (error) {
-    if (error instanceof Deno.errors.NotFound) return { end: "missing" };
-    return { end: "failed", message: describeReadError(error) };
+    const isMissing = error instanceof Deno.errors.NotFound;
+    return { problem: isMissing ? NOT_INSTALLED : `could not be run: ${describeError(error)}` };
   }
   const streams = [child.stdout.getReader(), child.stderr.getReader()] as const;
   let timer: ReturnType<typeof setTimeout> | undefined;
-  const deadline = new Promise<null>((expire) => {
-    timer = setTimeout(() => expire(null), PROBE_DEADLINE_MS);
+  const deadline = new Promise<string>((expire) => {
+    const words = `gave no answer within ${PROBE_DEADLINE_MS / 1000} s`;
+    timer = setTimeout(() => expire(words), PROBE_DEADLINE_MS);
   });
-  const texts = Promise.all([child.status, readProbeText(streams[0]), readProbeText(streams[1])]);
-  const ended = await Promise.race([texts, deadline]);
+  const [out, err] = streams;
+  const ended = Promise.all([child.status, readProbeText(out), readProbeText(err)]);
+  const outcome = await Promise.race([ended.catch(describeError), deadline]);
   clearTimeout(timer);
-  if (ended !== null) {
-    return { end: "exited", code: ended[0].code, stdout: ended[1], stderr: ended[2] };
+  if (typeof outcome !== "string") {
+    return { code: outcome[0].code, stdout: outcome[1], stderr: outcome[2] };
   }
-  killProbe(child, isWindows);
+  killProbe(child);
   // A descendant may hold the pipes open: they are let go, not waited for.
   await Promise.all(streams.map((stream) => stream.cancel()));
-  return { end: "timeout", deadlineMs: PROBE_DEADLINE_MS };
+  return { problem: outcome };
 }
 
-function killProbe(child: Deno.ChildProcess, isWindows: boolean): void {
+function killProbe(child: Deno.ChildProcess): void {
   try {
-    if (isWindows) child.kill("SIGKILL");
+    if (Deno.build.os === "windows") child.kill("SIGKILL");
     else Deno.kill(-child.pid, "SIGKILL");
   } catch {
     // It ended in the same moment.
   }
 }
 
+/** @throws {Error} When there is too much of it. */
 async function readProbeText(stream: ReadableStreamDefaultReader<Uint8Array>): Promise<string> {
   const decoder = new TextDecoder();
   let text = "";
   for (;;) {
     const { value, done } = await stream.read();
     if (done) return text;
-    if (text.length < PROBE_OUTPUT_BYTES) text += decoder.decode(value, { stream: true });
+    text += decoder.decode(value, { stream: true });
+    if (text.length > PROBE_OUTPUT_BYTES) {
+      throw new Error(`printed more than ${PROBE_OUTPUT_BYTES} bytes: ${listLines(text)[0]}`);
+    }
   }
 }
 
-async function runNvidiaSmi(): Promise<ProbeOutput> {
-  let output: ProbeOutput = { end: "missing" };
-  for (const program of NVIDIA_SMI_PATHS) {
-    output = await runProbe([program, ...NVIDIA_QUERY]);
-    if (output.end !== "missing") break;
+/** The first of some variables that is set, be it to nothing. */
+function readVisible(...variables: string[]): VisibleDevices {
+  for (const variable of variables) {
+    const list = Deno.env.get(variable);
+    if (list !== undefined) return { variable, list };
   }
-  return output;
+  return null;
 }
 
 /** Asks everything that this system may answer. */
 async function probeDevices(): Promise<ProbeReport[]> {
   switch (Deno.build.os) {
     case "darwin":
-      return [
-        parseAppleSysctl(await runProbe(["sysctl", "-n", "hw.memsize", "iogpu.wired_limit_mb"])),
-      ];
+      return [parseAppleSysctl(await runProbe(APPLE_SYSCTL))];
     case "windows":
       return await probeWindows();
     default:
@@ -3040,54 +2859,54 @@ async function probeDevices(): Promise<ProbeReport[]> {
 async function probeLinux(): Promise<ProbeReport[]> {
   const [facts, smi] = await Promise.all([
     runProbe(["sh", "-c", LINUX_FACTS_SCRIPT]),
-    runNvidiaSmi(),
+    runProbe(NVIDIA_SMI),
   ]);
-  const files = parseLinuxFacts(facts.end === "exited" ? facts.stdout : "");
+  const files = parseLinuxFacts("problem" in facts ? "" : facts.stdout);
   const host = parseHostMemory(files);
-  const cuda = Deno.env.get("CUDA_VISIBLE_DEVICES") ?? null;
-  return [
-    explainMissingSmi(parseNvidiaSmi(smi, cuda, host), files),
-    await probeAmd(files, host),
-    parseIntelSysfs(files),
-    describeHost(host),
-  ];
+  const nvidia = parseNvidiaSmi(smi, readVisible("CUDA_VISIBLE_DEVICES"), host);
+  if (files.size === 0) {
+    const failure = describeFailure(facts) ?? "printed nothing";
+    return [
+      nvidia,
+      newProbe("linux", "unknown", `/proc and /sys could not be read: sh ${failure}`),
+    ];
+  }
+  const amd = await probeAmd(files, host);
+  return [explainMissingSmi(nvidia, files), amd, parseIntelSysfs(files), reportHost(host)];
 }
 
+/** An NVIDIA driver is loaded or a card is there, but nvidia-smi is not: unknown, not absent. */
+function explainMissingSmi(report: ProbeReport, files: ReadonlyMap<string, string>): ProbeReport {
+  const isThere = files.has("/proc/driver/nvidia/version") ||
+    listDrmCards(files, "0x10de", "NVIDIA").length > 0;
+  return isThere && report.reason === `nvidia-smi ${NOT_INSTALLED}`
+    ? newProbe("nvidia", "unknown", `there is an NVIDIA card, but nvidia-smi ${NOT_INSTALLED}`)
+    : report;
+}
+
+/** Asks sysfs, and rocm-smi where that does not tell. */
 async function probeAmd(
   files: ReadonlyMap<string, string>,
-  host: HostMemory | null,
+  host: MemoryReading,
 ): Promise<ProbeReport> {
-  const visible = Deno.env.get("HIP_VISIBLE_DEVICES") ?? Deno.env.get("ROCR_VISIBLE_DEVICES") ??
-    null;
+  const visible = readVisible("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES");
   const sysfs = parseAmdSysfs(files, visible, host);
-  if (sysfs.state === "found" || sysfs.reason?.includes("hides all")) return sysfs;
-  const rocm = parseRocmSmi(
-    await runProbe(["rocm-smi", "--showmeminfo", "vram", "--json"]),
-    visible,
-  );
+  if (sysfs.devices.some((device) => device.free_bytes !== null)) return sysfs;
+  const rocm = parseRocmSmi(await runProbe(ROCM_SMI), visible);
   return rocm.state === "found" ? rocm : sysfs;
 }
 
 async function probeWindows(): Promise<ProbeReport[]> {
-  const memoryCommand = "$m = Get-CimInstance Win32_OperatingSystem; " +
-    '"$($m.FreePhysicalMemory) $($m.TotalVisibleMemorySize)"';
   const [smi, registry, memory] = await Promise.all([
-    runNvidiaSmi(),
-    runProbe([
-      "reg",
-      "query",
-      WINDOWS_DISPLAY_CLASS,
-      "/s",
-      "/v",
-      "HardwareInformation.qwMemorySize",
-    ]),
-    runProbe(["powershell", "-NoProfile", "-Command", memoryCommand]),
+    runProbe(NVIDIA_SMI),
+    runProbe(WINDOWS_REGISTRY),
+    runProbe(WINDOWS_MEMORY),
   ]);
   const host = parseWindowsMemory(memory);
-  const nvidia = parseNvidiaSmi(smi, Deno.env.get("CUDA_VISIBLE_DEVICES") ?? null, host);
+  const nvidia = parseNvidiaSmi(smi, readVisible("CUDA_VISIBLE_DEVICES"), host);
   // The registry lists NVIDIA's cards too, without telling what is free.
   const others = nvidia.state === "found" ? [] : [parseWindowsRegistry(registry)];
-  return [nvidia, ...others, describeHost(host)];
+  return [nvidia, ...others, reportHost(host)];
 }
 
 // --- Commands ---
@@ -3095,152 +2914,105 @@ async function probeWindows(): Promise<ProbeReport[]> {
 /** What is asked about: a model by name and path, what is declared of it, how it is run. */
 interface ModelRequest {
   name: string | null;
+  /** Null where only ollama may know the name. */
   path: string | null;
-  declared: { source: "env" | "models.json"; tokens: number } | null;
   mmprojPath: string | null;
+  declared: { source: "env" | "models.json"; tokens: number } | null;
   settings: CacheSettings;
 }
 
-function newDetectReport(): DetectReport {
-  return {
-    schema_version: 1,
-    available_context_tokens: null,
-    available_context_kb: null,
-    loop_mode_eligible: false,
-    floor_tokens: FLOOR_TOKENS,
-    reason: null,
-    hint: null,
-    source: "none",
-    model: null,
-    devices: [],
-    probes: [],
-    memory: null,
-    memory_at_context: null,
-    budget: null,
-    assumptions: null,
-    warnings: [],
-  };
+/** Answers one command line; what goes wrong becomes the report's reason. */
+async function detectContext(options: DetectOptions): Promise<Detection> {
+  const detection: Detection = { report: new DetectReport(), need: null, raises: [] };
+  const { report } = detection;
+  try {
+    const request = selectModel(options);
+    report.model = request.name === null ? null : { name: request.name };
+    const { declared } = request;
+    if (declared !== null) {
+      report.source = declared.source;
+      setFigure(report, declared.tokens, declared.tokens);
+      if (options.freeMib !== null) {
+        report.warnings.push(`--free-mib is not looked at: ${declared.source} declares the window`);
+      }
+    }
+    if (declared === null || options.contextTokens !== null) {
+      const model = describeRequested(request, report, options.contextTokens);
+      if (declared === null) await measure(model, request.settings, { detection, options });
+    }
+  } catch (error) {
+    report.reason = error instanceof Error ? error.message : `${error}`;
+    report.hint = error instanceof RefusedError ? error.hint : DECLARE_HINT;
+  }
+  return detection;
 }
 
 /** Sets the answer to print; whether a loop may run is decided on the exact figure. */
-function setFigure(
-  report: DetectReport,
-  { exactTokens, usableTokens }: { exactTokens: number; usableTokens: number },
-): void {
+function setFigure(report: DetectReport, exactTokens: number, usableTokens: number): void {
   report.available_context_tokens = usableTokens;
   report.available_context_kb = usableTokens;
   report.loop_mode_eligible = exactTokens >= FLOOR_TOKENS;
   if (report.loop_mode_eligible) return;
   report.reason = `a context window of ${exactTokens} tokens is below the floor of ` +
     `${FLOOR_TOKENS} tokens for loops`;
-  report.hint = "vram-detect --explain";
-}
-
-/** Answers one command line; a refusal becomes the report's reason. */
-async function detectContext(options: DetectOptions): Promise<[DetectReport, string[]]> {
-  const report = newDetectReport();
-  const raises: string[] = [];
-  try {
-    const request = selectModel(options);
-    report.model = request.name === null ? null : { name: request.name };
-    if (request.declared !== null) {
-      const { source, tokens } = request.declared;
-      report.source = source;
-      setFigure(report, { exactTokens: tokens, usableTokens: tokens });
-    }
-    if (request.declared === null || options.contextTokens !== null) {
-      raises.push(...await measureModel(report, request, options));
-    }
-  } catch (error) {
-    if (!(error instanceof RefusedError)) throw error;
-    report.reason = error.message;
-    report.hint = error.hint;
-  }
-  return [report, raises];
+  report.hint = RAISE_HINT;
 }
 
 function selectModel(options: DetectOptions): ModelRequest {
-  const text = readEnv("AUTOMATON_CONTEXT_TOKENS");
-  const envTokens = text === undefined ? null : parseTokenCount(text, "AUTOMATON_CONTEXT_TOKENS");
-  const settings: CacheSettings = {
-    kvTypeK: options.kvTypeK ?? "f16",
-    kvTypeV: options.kvTypeV ?? "f16",
-    slots: options.slots ?? 1,
-    ubatchTokens: options.ubatchTokens,
-  };
-  const declared = envTokens === null ? null : { source: "env" as const, tokens: envTokens };
-  const base = { declared, mmprojPath: null, settings };
-  // A declared window needs no model; a path needs no models.json.
-  if (declared !== null && options.contextTokens === null) {
-    return { ...base, name: options.model, path: null };
-  }
-  const models = readModelsOrRefuse();
+  const envTokens = readEnvTokens();
+  // A declared window needs no model.
+  const models = envTokens !== null && options.contextTokens === null ? null : readModelsAnywhere();
   const name = options.model ?? models?.default ?? null;
-  const entry = name !== null && models !== null && Object.hasOwn(models.models, name)
-    ? models.models[name] ?? null
-    : null;
-  if (entry !== null && models !== null) {
-    return selectEntry({ name, entry, baseDir: dirname(models.path), base, options });
-  }
-  const path = name !== null && looksLikePath(name) ? resolveModelPath(name, Deno.cwd()) : null;
-  return { ...base, name, path };
-}
-
-function selectEntry(
-  { name, entry, baseDir, base, options }: {
-    name: string | null;
-    entry: ModelEntry;
-    baseDir: string;
-    base: Omit<ModelRequest, "name" | "path">;
-    options: DetectOptions;
-  },
-): ModelRequest {
-  const tokens = entry.context_tokens;
-  const kvType = entry.kv_type;
-  if (kvType !== undefined && !Object.hasOwn(KV_TYPES, kvType)) {
-    const known = Object.keys(KV_TYPES).join(", ");
-    throw refusal(
-      `Cannot use models.json: model "${name}": kv_type "${kvType}" is none of ${known}`,
-    );
-  }
+  const isListed = models !== null && name !== null && Object.hasOwn(models.models, name);
+  const entry = isListed ? models.models[name]! : {};
+  const resolveListed = (path: string | undefined) =>
+    path === undefined || models === null ? null : resolveModelPath(path, dirname(models.path));
+  const { context_tokens: tokens, kv_type: kvType = "f16" } = entry;
+  formatOf(kvType);
   return {
     name,
-    path: entry.gguf === undefined ? null : resolveModelPath(entry.gguf, baseDir),
-    declared: base.declared ??
-      (tokens === undefined ? null : { source: "models.json" as const, tokens }),
-    mmprojPath: entry.mmproj === undefined ? null : resolveModelPath(entry.mmproj, baseDir),
+    path: isListed || name === null ? resolveListed(entry.gguf) : findNamedPath(name),
+    mmprojPath: resolveListed(entry.mmproj),
+    declared: envTokens !== null
+      ? { source: "env", tokens: envTokens }
+      : tokens === undefined
+      ? null
+      : { source: "models.json", tokens },
     settings: {
-      kvTypeK: options.kvTypeK ?? kvType ?? "f16",
-      kvTypeV: options.kvTypeV ?? kvType ?? "f16",
+      kvTypeK: options.kvTypeK ?? kvType,
+      kvTypeV: options.kvTypeV ?? kvType,
       slots: options.slots ?? entry.slots ?? 1,
       ubatchTokens: options.ubatchTokens,
     },
   };
 }
 
-/** Reads models.json of the project, else of the framework; outside a project only the latter. */
-function readModelsOrRefuse(): ModelsFile | null {
+/** AUTOMATON_CONTEXT_TOKENS; null where it is not set. */
+function readEnvTokens(): number | null {
+  const text = readEnv("AUTOMATON_CONTEXT_TOKENS");
+  if (text === undefined) return null;
+  const tokens = /^\s*\d+\s*$/.test(text) ? Number(text) : NaN;
+  if (Number.isSafeInteger(tokens) && tokens > 0) return tokens;
+  throw refusal(
+    `Cannot use AUTOMATON_CONTEXT_TOKENS "${text}": not a whole number of tokens above 0`,
+    "unset AUTOMATON_CONTEXT_TOKENS",
+  );
+}
+
+/** models.json of the project, else of the framework; outside a project only the latter. */
+function readModelsAnywhere(): ModelsFile | null {
   const framework = findFrameworkDir(import.meta.url);
+  let project = framework;
   try {
-    return readModels(findDetectProject() ?? framework, framework);
+    project = findProjectDir(undefined, false);
   } catch (error) {
-    if (error instanceof RefusedError) throw error;
-    throw refusal(error instanceof Error ? error.message : String(error));
-  }
-}
-
-/** The project, or null when none was named and none is here: a window can be asked anywhere. */
-function findDetectProject(): string | null {
-  try {
-    return findProjectDir(undefined, false);
-  } catch (error) {
+    // A window can be asked for anywhere, but a project that is named must be there.
     if (readEnv("AUTOMATON_PROJECT") !== undefined) throw error;
-    return null;
   }
+  return readModels(project, framework);
 }
 
-function loadRequestedModel(request: ModelRequest): LoadedModel {
-  const { name, path, mmprojPath } = request;
+function loadModel({ name, path, mmprojPath }: ModelRequest): LoadedModel {
   if (name === null) {
     throw refusal(
       "no model is declared: AUTOMATON_CONTEXT_TOKENS is not set, models.json names no default " +
@@ -3256,90 +3028,53 @@ function loadRequestedModel(request: ModelRequest): LoadedModel {
       "vram-detect --model FILE.gguf",
     );
   }
-  const mmprojBytes = mmprojPath === null ? 0 : readBlobSize(mmprojPath);
+  const mmprojBytes = mmprojPath === null ? 0 : readFileSize(mmprojPath);
   return { ...loaded, projectorBytes: loaded.projectorBytes + mmprojBytes };
 }
 
-/** Fills the report from a model file and the devices; returns what would raise the answer. */
-async function measureModel(
-  report: DetectReport,
+/** Loads the model and puts into the report what does not depend on the devices. */
+function describeRequested(
   request: ModelRequest,
-  options: DetectOptions,
-): Promise<string[]> {
-  const loaded = loadRequestedModel(request);
-  const shape = describeModel(loaded.header);
-  const model = { shape, weightsBytes: loaded.weightsBytes + loaded.projectorBytes };
+  report: DetectReport,
+  contextTokens: number | null,
+): LoadedModel & SizedModel {
+  const loaded = loadModel(request);
   const { settings } = request;
-  checkCacheTypes(shape, settings);
-  report.model = describeForReport(request, loaded, shape);
-  report.memory = describeMemory(loaded, shape, settings);
-  report.assumptions = describeAssumptions(settings, shape);
+  const shape = describeModel(loaded.header);
+  const odd = findOddCacheType(shape, settings);
+  if (odd !== null) throw refusal(`Cannot use cache type ${odd}`, "vram-detect --kv-type f16");
+  const model = { ...loaded, shape, weightsBytes: loaded.weightsBytes + loaded.projectorBytes };
+  report.model = describeForReport(request.name, model);
+  report.memory = describeMemory(model, settings);
+  report.assumptions = {
+    kv_type_k: settings.kvTypeK,
+    kv_type_v: settings.kvTypeV,
+    slots: settings.slots,
+    slots_share_cells: true,
+    ubatch_tokens: settings.ubatchTokens,
+    flash_attention: true,
+    all_layers_on_device: true,
+    vocab_tokens: shape.vocabTokens,
+  };
   report.warnings.push(
     ...loaded.warnings,
     ...shape.upperBounds.map((why) => `upper bound: ${why}`),
   );
-  if (options.contextTokens !== null) {
-    report.memory_at_context = memoryAtContext(model, settings, options.contextTokens);
+  if (contextTokens !== null) {
+    report.memory_at_context = memoryAtContext(model, settings, contextTokens);
   }
-  if (request.declared !== null) return [];
-  await addDevices(report, options.freeMib);
-  const budget = computeBudget(report.devices);
-  const exactTokens = largestContext(model, settings, budget.total_bytes);
-  report.budget = describeBudget(budget, exactTokens, shape);
-  report.source = loaded.source;
-  const usableTokens = roundContext(exactTokens);
-  if (usableTokens === 0) {
-    const needed = memoryAtContext(model, settings, CONTEXT_STEP_TOKENS).total_bytes;
-    report.reason = `the model does not fit: ${CONTEXT_STEP_TOKENS} tokens need ` +
-      `${formatMib(needed)}, the budget is ${formatMib(budget.total_bytes)}`;
-    report.hint = "vram-detect --explain";
-  } else setFigure(report, { exactTokens, usableTokens });
-  return listRaises(model, settings, budget.total_bytes);
-}
-
-async function addDevices(report: DetectReport, freeMib: number | null): Promise<void> {
-  if (freeMib !== null) {
-    report.devices.push({
-      id: "what-if",
-      name: "--free-mib",
-      kind: "what-if",
-      ...readingOf(freeMib * MIB, freeMib * MIB, ""),
-    });
-    return;
-  }
-  for (const { probe, state, reason, devices } of await probeDevices()) {
-    report.probes.push({ probe, state, reason });
-    report.devices.push(...devices);
-    if (state === "unknown" && devices.length === 0) {
-      report.devices.push(newUnknownDevice(probe, reason ?? "no reason given"));
-    }
-  }
-  for (const device of report.devices) {
-    if (device.free_bytes !== null) continue;
-    report.warnings.push(`${device.name}: free memory unknown: ${device.unknown_reason}`);
-  }
-}
-
-/** Stands for what a failed probe could have found, so that it is not taken for absent. */
-function newUnknownDevice(probe: string, reason: string): DeviceReport {
-  return {
-    id: probe,
-    name: `${probe} device`,
-    kind: probe === "cpu" ? "cpu" : probe === "apple" ? "integrated" : "discrete",
-    ...readingOf(null, null, reason),
-  };
+  return model;
 }
 
 function describeForReport(
-  request: ModelRequest,
-  loaded: LoadedModel,
-  shape: ModelShape,
-): Record<string, string | number | boolean | null> {
+  name: string | null,
+  { path, files, shape }: LoadedModel & SizedModel,
+): DetectReport["model"] {
   const count = (is: (layer: LayerShape) => boolean) => shape.layers.filter(is).length;
   return {
-    name: request.name,
-    path: loaded.path,
-    files: loaded.files,
+    name,
+    path,
+    files,
     architecture: shape.architecture,
     layers: shape.layers.length,
     full_context_layers: count((layer) => layer.keyElements > 0 && !layer.isSliding),
@@ -3353,50 +3088,73 @@ function describeForReport(
 
 /** The terms of the derivation: those that are fixed and those that grow with each token. */
 function describeMemory(
-  loaded: LoadedModel,
-  shape: ModelShape,
+  model: LoadedModel & SizedModel,
   settings: CacheSettings,
 ): Record<string, number> {
-  const none = memoryAtContext({ shape, weightsBytes: 0 }, settings, 0);
-  const most = memoryAtContext({ shape, weightsBytes: 0 }, settings, 2 ** 31);
+  const none = memoryAtContext(model, settings, 0);
   return {
-    weights_bytes: loaded.weightsBytes,
-    projector_bytes: loaded.projectorBytes,
-    kv_bytes_per_token: bytesPerCell(shape, settings).full,
-    kv_swa_bytes: most.kv_swa_bytes,
+    weights_bytes: model.weightsBytes - model.projectorBytes,
+    projector_bytes: model.projectorBytes,
+    kv_bytes_per_token: bytesPerCell(model.shape, settings, false),
+    // Of windows that are full.
+    kv_swa_bytes: memoryAtContext(model, settings, LARGEST_COUNT).kv_swa_bytes,
     recurrent_bytes: none.recurrent_bytes,
     compute_bytes: none.compute_bytes,
     compute_bytes_per_token: 4 * settings.ubatchTokens,
   };
 }
 
-function describeAssumptions(
+/** Finds the answer for the memory that is free, and puts it into the report. */
+async function measure(
+  model: LoadedModel & SizedModel,
   settings: CacheSettings,
-  shape: ModelShape,
-): Record<string, string | number | boolean> {
-  return {
-    kv_type_k: settings.kvTypeK,
-    kv_type_v: settings.kvTypeV,
-    slots: settings.slots,
-    slots_share_cells: true,
-    ubatch_tokens: settings.ubatchTokens,
-    flash_attention: true,
-    all_layers_on_device: true,
-    vocab_tokens: shape.vocabTokens,
-  };
-}
-
-function describeBudget(
-  budget: MemoryBudget,
-  exactTokens: number,
-  shape: ModelShape,
-): BudgetReport {
-  return {
+  { detection, options }: { detection: Detection; options: DetectOptions },
+): Promise<void> {
+  const { report } = detection;
+  await addDevices(report, options.freeMib);
+  const budget = computeBudget(report.devices);
+  const exactTokens = largestContext(model, settings, budget.total_bytes);
+  const { nativeTokens } = model.shape;
+  report.source = model.source;
+  report.budget = {
     ...budget,
     exact_context_tokens: exactTokens,
-    native_context_tokens: shape.nativeTokens,
-    limited_by: exactTokens === shape.nativeTokens ? "the native context" : "memory",
+    native_context_tokens: nativeTokens,
+    limited_by: exactTokens === nativeTokens ? "the native context" : "memory",
   };
+  detection.raises.push(...listRaises(model, settings, budget.total_bytes));
+  const usableTokens = roundContext(exactTokens);
+  if (usableTokens > 0) {
+    detection.need = memoryAtContext(model, settings, exactTokens);
+    setFigure(report, exactTokens, usableTokens);
+    return;
+  }
+  detection.need = memoryAtContext(model, settings, CONTEXT_STEP_TOKENS);
+  report.hint = RAISE_HINT;
+  report.reason = exactTokens === nativeTokens
+    ? `the model was made for ${nativeTokens} tokens, fewer than ${CONTEXT_STEP_TOKENS}`
+    : `the model does not fit: ${CONTEXT_STEP_TOKENS} tokens need ` +
+      `${formatMib(detection.need.total_bytes)}, the budget is ${formatMib(budget.total_bytes)}`;
+}
+
+async function addDevices(report: DetectReport, freeMib: number | null): Promise<void> {
+  if (freeMib !== null) {
+    const reading = readingOf(freeMib * MIB, freeMib * MIB, "");
+    report.devices.push({ id: "what-if", name: "--free-mib", kind: "what-if", ...reading });
+    return;
+  }
+  for (const { devices, ...probe } of await probeDevices()) {
+    report.probes.push(probe);
+    report.devices.push(...devices);
+    if (probe.state === "unknown" && devices.length === 0) {
+      report.devices.push(newUnknownDevice(probe.probe, probe.reason ?? "no reason given"));
+    }
+  }
+  for (const { name, free_bytes, unknown_reason } of report.devices) {
+    if (free_bytes === null) {
+      report.warnings.push(`${name}: free memory unknown: ${unknown_reason}`);
+    }
+  }
 }
 
 // --- Command table ---
@@ -3405,7 +3163,7 @@ function describeBudget(
 // deno-fmt-ignore -- a table: one row a line.
 export const DETECT_OPTIONS: readonly OptionSpec[] = [
   { name: "model", value: "NAME|FILE", help: "a model of models.json, a .gguf file, a folder with config.json, an ollama model (default: models.json's default)" },
-  { name: "kv-type", value: "TYPE", help: `type of the KV cache: ${Object.keys(KV_TYPES).join(", ")} (default: models.json's kv_type, else f16)` },
+  { name: "kv-type", value: "TYPE", help: `type of the KV cache: ${KV_TYPES.join(", ")} (default: models.json's kv_type, else f16)` },
   { name: "kv-type-k", value: "TYPE", help: "type of its K part alone" },
   { name: "kv-type-v", value: "TYPE", help: "type of its V part alone" },
   { name: "slots", value: "N", help: "sequences at the same time (default: models.json's slots, else 1)" },
@@ -3419,7 +3177,7 @@ export const DETECT_OPTIONS: readonly OptionSpec[] = [
   { name: "version", help: "the framework's version" },
 ];
 
-/** The text of `--help`. */
+/** The text of `--help`, without a final newline. */
 export function renderDetectHelp(): string {
   return `vram-detect: how many tokens of context a model can hold on this machine
 
@@ -3429,57 +3187,58 @@ The first that answers: AUTOMATON_CONTEXT_TOKENS; context_tokens in models.json;
 measured against the memory that is free. Exit code 0: a figure was found; 1: none could be.
 
 Options:
-${renderOptions(DETECT_OPTIONS)}`;
+${renderOptions(DETECT_OPTIONS)}`.trimEnd();
 }
 
 function readDetectOptions(given: ReadonlyMap<string, string | true>): DetectOptions {
   const readType = (name: string): string | null => {
     const type = given.get(name);
     if (type === undefined) return null;
-    if (Object.hasOwn(KV_TYPES, `${type}`)) return `${type}`;
-    const known = Object.keys(KV_TYPES);
-    const nearest = findNearest(`${type}`, known);
-    const advice = nearest === null ? known.join(", ") : `did you mean ${nearest}?`;
+    if (KV_TYPES.includes(`${type}`)) return `${type}`;
+    const nearest = findNearest(`${type}`, KV_TYPES);
+    const advice = nearest === null ? KV_TYPES.join(", ") : `did you mean ${nearest}?`;
     throw new UsageError(`Cannot read flag "--${name}": "${type}" is no cache type (${advice})`);
   };
   const readNumber = (name: string, max: number) => readWholeNumber(given, name, { min: 1, max });
   const model = given.get("model");
   return {
-    isJson: given.has("json"),
-    isExplain: given.has("explain"),
-    isLoopMode: given.has("loop-mode"),
     model: model === undefined ? null : `${model}`,
     kvTypeK: readType("kv-type-k") ?? readType("kv-type"),
     kvTypeV: readType("kv-type-v") ?? readType("kv-type"),
     slots: readNumber("slots", 4096) ?? null,
     ubatchTokens: readNumber("ubatch", 65536) ?? DEFAULT_UBATCH_TOKENS,
-    contextTokens: readNumber("context", 2 ** 31) ?? null,
-    freeMib: readNumber("free-mib", 2 ** 31) ?? null,
+    contextTokens: readNumber("context", LARGEST_COUNT) ?? null,
+    freeMib: readNumber("free-mib", LARGEST_COUNT) ?? null,
   };
 }
 
 // --- Main ---
 
-function printReport(
-  report: DetectReport,
-  raises: readonly string[],
-  options: DetectOptions,
-): void {
-  // With --json, stdout is for the one line.
-  if (options.isExplain) {
-    const table = renderExplanation(report, raises);
-    if (options.isJson) console.error(table);
+/** Prints the figure or the table on stdout, remarks on stderr; with JSON, stdout is for its line. */
+function printReport(detection: Detection, given: ReadonlyMap<string, string | true>): void {
+  const { report } = detection;
+  const isJson = given.has("json");
+  if (given.has("explain")) {
+    const table = renderExplanation(detection, terminalColumns());
+    if (isJson) console.error(table);
     else console.log(table);
-  } else if (!options.isJson && report.available_context_tokens !== null) {
-    console.log(`${report.available_context_tokens}`);
+  } else if (!isJson) {
+    if (report.available_context_tokens !== null) console.log(`${report.available_context_tokens}`);
+    for (const warning of report.warnings) console.error(`warning: ${printable(warning)}`);
+    if (report.reason !== null) console.error(`vram-detect: ${printable(report.reason)}`);
+    else if (given.has("loop-mode")) console.error("vram-detect: a loop may run");
   }
-  if (!options.isJson && !options.isExplain) {
-    for (const warning of report.warnings) console.error(`warning: ${warning}`);
-    if (report.reason !== null) console.error(`vram-detect: ${report.reason}`);
-    else if (options.isLoopMode) console.error("vram-detect: a loop may run");
-    if (report.hint !== null) console.error(`hint: ${report.hint}`);
+  if (isJson) console.log(JSON.stringify(report));
+  else if (report.hint !== null) console.error(`hint: ${report.hint}`);
+}
+
+/** Columns of the terminal; where there is none, as many as a mail or a log shows. */
+function terminalColumns(): number {
+  try {
+    return Deno.consoleSize().columns || 80;
+  } catch {
+    return 80; // No terminal.
   }
-  if (options.isJson) console.log(JSON.stringify(report));
 }
 
 /** Runs one command line; returns the exit code. */
@@ -3487,19 +3246,17 @@ export async function runVramDetect(args: readonly string[]): Promise<number> {
   try {
     const given = parseCommandLine(args, DETECT_OPTIONS);
     if (given.has("help")) {
-      console.log(renderDetectHelp().trimEnd());
+      console.log(renderDetectHelp());
       return 0;
     }
     if (given.has("version")) {
       console.log(`vram-detect ${readVersion(findFrameworkDir(import.meta.url))}`);
       return 0;
     }
-    const options = readDetectOptions(given);
-    const [report, raises] = await detectContext(options);
-    printReport(report, raises, options);
-    const answer = options.contextTokens === null
-      ? report.available_context_tokens
-      : report.memory_at_context;
+    const detection = await detectContext(readDetectOptions(given));
+    printReport(detection, given);
+    const { available_context_tokens, memory_at_context } = detection.report;
+    const answer = given.has("context") ? memory_at_context : available_context_tokens;
     return answer === null ? 1 : 0;
   } catch (error) {
     return reportFailure(error, "vram-detect", args);

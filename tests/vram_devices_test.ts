@@ -34,13 +34,26 @@ import {
 const fixturePath = (name: string) => join(ROOT, "tests", "fixtures", "vram", name);
 const fixture = (name: string) => Deno.readTextFileSync(fixturePath(name));
 const printed = (stdout: string, code = 0): ProbeOutput => ({
-  end: "exited",
   code,
   stdout,
   stderr: "",
 });
+const cuda = (list: string) => ({ variable: "CUDA_VISIBLE_DEVICES", list });
+const hip = (list: string) => ({ variable: "HIP_VISIBLE_DEVICES", list });
+/** What sysctl prints on a Mac with an Apple GPU: memory, then the limit. */
+const apple = (numbers: string) => {
+  const [memory, limit] = numbers.split("\n");
+  return `hw.memsize: ${memory}\nhw.optional.arm64: 1\niogpu.wired_limit_mb: ${limit}\n`;
+};
+const readingOf = (total_bytes: number | null, free_bytes: number | null) => ({
+  total_bytes,
+  free_bytes,
+  unknown_reason: null,
+  note: null,
+});
 const facts = (name: string) => parseLinuxFacts(fixture(name));
-const HOST = { totalBytes: 128 * GIB, availableBytes: 100 * GIB, unknownReason: null, note: null };
+const HOST = readingOf(128 * GIB, 100 * GIB);
+const BLIND = { ...readingOf(null, null), unknown_reason: "not told" };
 
 /** A device in short: kind, free MiB (or why unknown), total MiB. */
 function brief(device: DeviceReport | undefined): [string, number | string | null, number | null] {
@@ -77,8 +90,8 @@ Deno.test("parseNvidiaSmi() gives a GPU that shares the machine's memory what is
   const { devices } = parseNvidiaSmi(printed(fixture("nvidia-gb10.txt")), null, HOST);
   assertEquals(brief(devices[0]), ["integrated", 100 * 1024, 128 * 1024]);
   assertEquals(devices[0]?.note, "shares the machine's memory");
-  const blind = parseNvidiaSmi(printed(fixture("nvidia-gb10.txt")), null, null);
-  assertEquals(brief(blind.devices[0])[1], "the machine's memory could not be read");
+  const blind = parseNvidiaSmi(printed(fixture("nvidia-gb10.txt")), null, BLIND);
+  assertEquals(brief(blind.devices[0])[1], "not told");
 });
 
 Deno.test("parseNvidiaSmi() repeats the words of a driver that fails, and knows no cards then", () => {
@@ -95,13 +108,8 @@ Deno.test("parseNvidiaSmi() repeats the words of a driver that fails, and knows 
     ],
     [printed(fixture("nvidia-none.txt"), 6), "absent", /No devices were found/],
     [printed(fixture("nvidia-none.txt")), "absent", /No devices were found/],
-    [{ end: "missing" }, "absent", /is not installed/],
-    [{ end: "timeout", deadlineMs: 5000 }, "unknown", /gave no answer within 5 s/],
-    [
-      { end: "failed", message: "Permission denied" },
-      "unknown",
-      /could not be run: Permission denied/,
-    ],
+    [{ problem: "is not installed" }, "absent", /nvidia-smi is not installed/],
+    [{ problem: "gave no answer within 5 s" }, "unknown", /nvidia-smi gave no answer within 5 s/],
     [printed("Driver says hello\n"), "unknown", /a line that is no card: Driver says hello/],
     [printed(""), "absent", /lists no card/],
   ];
@@ -114,7 +122,7 @@ Deno.test("parseNvidiaSmi() repeats the words of a driver that fails, and knows 
 
 Deno.test("parseNvidiaSmi() honours CUDA_VISIBLE_DEVICES: indexes, uuids, order, the first wrong entry", () => {
   const shown = (visible: string) =>
-    parseNvidiaSmi(printed(fixture("nvidia-two-cards.txt")), visible, HOST);
+    parseNvidiaSmi(printed(fixture("nvidia-two-cards.txt")), cuda(visible), HOST);
   const frees = (visible: string) => shown(visible).devices.map((d) => (d.free_bytes ?? 0) / MIB);
   assertEquals(frees("1"), [11754]);
   assertEquals(frees("1,0"), [11754, 23802]);
@@ -147,18 +155,19 @@ Deno.test("parseAmdSysfs() reads a card of its own, and an APU together with the
     Math.min(available, pool) / MIB,
     (536870912 + 128849018880) / MIB,
   ]);
-  const tight = { ...HOST, availableBytes: 10 * GIB };
+  const tight = readingOf(128 * GIB, 10 * GIB);
   assertEquals(brief(parseAmdSysfs(apu, null, tight).devices[0])[1], 10 * 1024 + 384);
-  assertEquals(parseAmdSysfs(apu, null, null).state, "unknown");
+  assertEquals(brief(parseAmdSysfs(apu, null, BLIND).devices[0])[1], "not told");
 });
 
 Deno.test("parseAmdSysfs() does not know the memory of a card whose numbers are missing or absurd", () => {
   const files = new Map(facts("linux-amd-discrete.txt"));
   files.set("/sys/class/drm/card0/device/mem_info_vram_used", "99999999999999");
-  assertEquals(parseAmdSysfs(files, null, HOST).state, "unknown");
+  const why = /mem_info_vram_used (99999999999999|null)$/;
+  assertMatch(`${brief(parseAmdSysfs(files, null, HOST).devices[0])[1]}`, why);
   files.delete("/sys/class/drm/card0/device/mem_info_vram_used");
-  assertEquals(parseAmdSysfs(files, null, HOST).state, "unknown");
-  assertEquals(parseAmdSysfs(files, "", HOST).state, "absent");
+  assertMatch(`${brief(parseAmdSysfs(files, null, HOST).devices[0])[1]}`, why);
+  assertEquals(parseAmdSysfs(files, hip(""), HOST).state, "absent");
   assertEquals(parseAmdSysfs(new Map(), null, HOST).state, "absent");
 });
 
@@ -168,11 +177,11 @@ Deno.test("parseRocmSmi() reads numbers that are texts, after warnings", () => {
     ["discrete", (25753026560 - 294256640) / MIB, 25753026560 / MIB],
     ["discrete", (17163091968 - 10809344) / MIB, 17163091968 / MIB],
   ]);
-  assertEquals(parseRocmSmi(printed(fixture("rocm-smi.txt")), "1").devices.length, 1);
+  assertEquals(parseRocmSmi(printed(fixture("rocm-smi.txt")), hip("1")).devices.length, 1);
 });
 
 Deno.test("parseRocmSmi() does not know what it cannot read", () => {
-  assertEquals(parseRocmSmi({ end: "missing" }, null).state, "absent");
+  assertEquals(parseRocmSmi({ problem: "is not installed" }, null).state, "absent");
   const odd = [
     '{"card0": {"VRAM Total Memory (B)": "N/A", "VRAM Total Used Memory (B)": "0"}}',
     "{}",
@@ -201,7 +210,7 @@ Deno.test("parseIntelSysfs() knows what is free with i915 alone, and leaves inte
 
 Deno.test("parseAppleSysctl() uses the limit that is set, and estimates the default", () => {
   const usable = (stdout: string) => {
-    const { devices } = parseAppleSysctl(printed(stdout));
+    const { devices } = parseAppleSysctl(printed(apple(stdout)));
     return [(devices[0]?.free_bytes ?? 0) / MIB, devices[0]?.note?.startsWith("an estimate")];
   };
   assertEquals(usable("137438953472\n0\n"), [96 * 1024, true]);
@@ -212,11 +221,23 @@ Deno.test("parseAppleSysctl() uses the limit that is set, and estimates the defa
   assertEquals(usable("17179869184\n999999\n"), [16 * 1024, false]);
 });
 
-Deno.test("parseAppleSysctl() knows nothing on a Mac without the setting or with odd words", () => {
-  assertEquals(parseAppleSysctl(printed("17179869184\n", 1)).state, "absent");
-  assertEquals(parseAppleSysctl(printed("", 1)).state, "unknown");
-  assertEquals(parseAppleSysctl(printed("lots\n0\n")).state, "unknown");
-  assertEquals(parseAppleSysctl({ end: "missing" }).state, "unknown");
+Deno.test("parseAppleSysctl() estimates the system's limit where macOS has no such setting yet", () => {
+  const old = parseAppleSysctl(printed("hw.memsize: 17179869184\nhw.optional.arm64: 1\n", 1));
+  assertEquals(brief(old.devices[0]), ["integrated", 10922.666666030884, 10922.666666030884]);
+  assertMatch(`${old.devices[0]?.note}`, /^an estimate of the system's own limit/);
+});
+
+Deno.test("parseAppleSysctl() knows nothing on a Mac without an Apple GPU or with odd words", () => {
+  const intel = parseAppleSysctl(printed("hw.memsize: 17179869184\n", 1));
+  assertEquals(intel.state, "unknown");
+  assertMatch(`${intel.reason}`, /only a Mac with an Apple GPU/);
+  for (
+    const [stdout, code] of [["", 1], ["hw.memsize: lots\n", 0], ["hw.memsize: 0\n", 0]] as const
+  ) {
+    const { state, reason } = parseAppleSysctl(printed(stdout, code));
+    assertEquals([state, reason?.startsWith("sysctl ")], ["unknown", true]);
+  }
+  assertEquals(parseAppleSysctl({ problem: "is not installed" }).state, "unknown");
 });
 
 Deno.test("parseWindowsRegistry() reads sizes above 4 GiB, and never those of 32 bits", () => {
@@ -227,35 +248,43 @@ Deno.test("parseWindowsRegistry() reads sizes above 4 GiB, and never those of 32
     parseWindowsRegistry(printed(fixture("windows-registry-32-bit.txt"))).state,
     "absent",
   );
-  assertEquals(parseWindowsRegistry({ end: "timeout", deadlineMs: 5000 }).state, "unknown");
+  assertEquals(parseWindowsRegistry({ problem: "gave no answer within 5 s" }).state, "unknown");
 });
 
 Deno.test("parseWindowsMemory() reads free and total KiB", () => {
-  assertEquals(parseWindowsMemory(printed("8388608 16777216\r\n"))?.availableBytes, 8 * GIB);
-  assertEquals(parseWindowsMemory(printed("nothing\r\n")), null);
-  assertEquals(parseWindowsMemory({ end: "missing" }), null);
+  assertEquals(parseWindowsMemory(printed("8388608 16777216\r\n")), readingOf(16 * GIB, 8 * GIB));
+  const reasons = [
+    printed("nothing\r\n"),
+    printed("8388608 16777216\r\n", 1),
+    printed("8388608\r\n"),
+    { problem: "is not installed" },
+  ].map((output) => parseWindowsMemory(output).unknown_reason);
+  assertEquals(reasons, [
+    "powershell printed nothing",
+    "powershell exited with 1: 8388608 16777216",
+    "powershell printed 8388608",
+    "powershell is not installed",
+  ]);
 });
 
 Deno.test("parseHostMemory() takes what is available, not what is free, and cuts it to the control groups", () => {
   const plain = parseHostMemory(facts("linux-amd-discrete.txt"));
-  assertEquals(plain?.availableBytes, 58123456 * 1024);
+  assertEquals(plain.free_bytes, 58123456 * 1024);
   // Version 2: the limit of the parent, its droppable cache not counted as used.
   const v2 = parseHostMemory(facts("linux-cgroup-v2.txt"));
-  assertEquals(v2?.availableBytes, 17179869184 - (10737418240 - 7516192768));
-  assertEquals(v2?.totalBytes, 16 * GIB);
-  assertEquals(v2?.note, "limited by control group /sys/fs/cgroup/user.slice");
+  assertEquals(v2.free_bytes, 17179869184 - (10737418240 - 7516192768));
+  assertEquals(v2.total_bytes, 16 * GIB);
+  assertEquals(v2.note, "limited by control group /sys/fs/cgroup/user.slice");
   // Version 1: the enormous number of the child means none.
   const v1 = parseHostMemory(facts("linux-cgroup-v1.txt"));
-  assertEquals(v1?.availableBytes, 8 * GIB - (6 * GIB - 3 * GIB));
+  assertEquals(v1.free_bytes, 8 * GIB - (6 * GIB - 3 * GIB));
 });
 
 Deno.test("parseHostMemory() does not guess where the kernel does not tell", () => {
-  assertEquals(parseHostMemory(new Map()), null);
-  const old = parseHostMemory(new Map([["/proc/meminfo", "MemTotal: 1024 kB\nMemFree: 512 kB"]]));
-  assertEquals([old?.availableBytes, old?.unknownReason], [
-    null,
-    "/proc/meminfo has no MemAvailable",
-  ]);
+  for (const meminfo of ["", "MemTotal: 1024 kB\nMemFree: 512 kB", "MemAvailable: 1024 kB"]) {
+    const { free_bytes, unknown_reason } = parseHostMemory(new Map([["/proc/meminfo", meminfo]]));
+    assertEquals([free_bytes, unknown_reason], [null, "/proc/meminfo tells no MemAvailable"]);
+  }
 });
 
 // From here on: the program itself, with stand-ins on PATH.
@@ -395,11 +424,11 @@ Deno.test("vram-detect ends a probe that hangs, with all that it started, and sa
   await poll("end of the probe's descendant", () => !isAlive(pid));
 });
 
-Deno.test("vram-detect keeps its memory bounded when a probe prints without end", async () => {
+Deno.test("vram-detect ends a probe that prints without end, its own memory bounded", async () => {
   using scratch = makeScratch();
   fakeMachine(scratch, { smi: "#!/bin/sh\nexec yes nonsense\n", linux: "linux-cgroup-v2.txt" });
   const { result, report } = await askForPeak(scratch);
-  assertMatch(`${report.reason}`, /gave no answer within 5 s/);
+  assertMatch(`${report.reason}`, /nvidia-smi printed more than 4194304 bytes: nonsense$/);
   const kib = Number(/^VmHWM:\s+(\d+) kB$/m.exec(result.stderr)?.[1]);
   assert(kib > 0 && kib < 200_000, result.stderr);
 });

@@ -12,7 +12,6 @@ import {
   memoryAtContext,
   type ModelShape,
   RefusedError,
-  rowBytes,
 } from "../scripts/vram-detect.ts";
 
 const mib = (bytes: number) => (bytes / MIB).toFixed(2);
@@ -97,11 +96,14 @@ Deno.test("memoryAtContext() gives a short context no more window cells than it 
   assertEquals(mib(memoryOf("gpt-oss-20b", 257).kv_swa_bytes), "12.00");
 });
 
-Deno.test("rowBytes() knows every cache type", () => {
-  const bytes = ["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
-    .map((type) => rowBytes(type, 1024));
-  assertEquals(bytes, [4096, 2048, 2048, 1088, 768, 704, 640, 576, 576]);
-  assertThrows(() => rowBytes("q3_k", 1024), RefusedError);
+Deno.test("memoryAtContext() knows every cache type, and no other tensor type", () => {
+  const bytesOf = (type: string) =>
+    memoryOf("Llama-3-8B", 1, { ...F16, kvTypeK: type, kvTypeV: type }).kv_bytes / 64;
+  const types = ["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"];
+  assertEquals(types.map(bytesOf), [4096, 2048, 2048, 1088, 768, 704, 640, 576, 576]);
+  for (const type of ["q3_k", "i8", "constructor", ""]) {
+    assertThrows(() => bytesOf(type), RefusedError, `Cannot use cache type "${type}"`);
+  }
 });
 
 Deno.test("memoryAtContext() takes K and V types apart", () => {

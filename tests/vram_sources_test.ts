@@ -98,7 +98,7 @@ Deno.test("a models.json that cannot be used is a reason, never an answer", asyn
     ['{"default": 3, "models": {}}', /field default/],
     [
       '{"default": "a", "models": {"a": {"gguf": "x.gguf", "kv_type": "q3"}}}',
-      /kv_type "q3" is none of f32/,
+      /Cannot use cache type "q3": it is none of f32/,
     ],
     ['{"models": {"a": {"gguf": "x.gguf", "mmproj": 7}}}', /field models\.a\.mmproj: found 7/],
     ['{"default": "__proto__", "models": {}}', /Cannot find model "__proto__"/],
@@ -370,7 +370,7 @@ Deno.test("parseOllamaManifest() wants exactly one model with a true digest", ()
     parse(layer("template", digest), layer("model", digest), layer("projector", digest)),
     {
       model: `blobs/sha256-${"0a".repeat(32)}`,
-      projectors: [`blobs/sha256-${"0a".repeat(32)}`],
+      extras: [`blobs/sha256-${"0a".repeat(32)}`],
     },
   );
   for (

@@ -1670,7 +1670,7 @@ async function lockTask(
     }
     throw new RefusedError(
       `Cannot lock task "${name}": another command has held it for ${DEFAULT_LOCK_TIMEOUT_S} s`,
-      "find out which, or try again",
+      "try again; it lasts only where a process hangs",
     );
   }
 }
@@ -1977,7 +1977,7 @@ function resolveRealPath(path: string): string {
       const isMissing = error instanceof Deno.errors.NotFound ||
         error instanceof Deno.errors.NotADirectory;
       if (!isMissing || isLink(at)) {
-        throw new RefusedError(`Cannot follow "${at}": ${(error as Error).message}`, "look at it");
+        throw new RefusedError(`Cannot follow "${at}": ${(error as Error).message}`, `ls -l "${at}"`);
       }
       rest.unshift(basename(at));
     }

@@ -1977,7 +1977,8 @@ function resolveRealPath(path: string): string {
       const isMissing = error instanceof Deno.errors.NotFound ||
         error instanceof Deno.errors.NotADirectory;
       if (!isMissing || isLink(at)) {
-        throw new RefusedError(`Cannot follow "${at}": ${(error as Error).message}`, `ls -l "${at}"`);
+        const message = `Cannot follow "${at}": ${(error as Error).message}`;
+        throw new RefusedError(message, `ls -l "${at}"`);
       }
       rest.unshift(basename(at));
     }
@@ -4426,8 +4427,8 @@ async function runRemoveLoop(invocation: Invocation): Promise<Answer> {
     const logs = [...listLogs(dir).map((path) => basename(path)), ...listScheduleLogs(dir)];
     const kept = isPurged ? [] : [".state.lock", "outputs", ...logs];
     // loop.json goes last: as long as it is there, a removal that was cut short can be run again.
-    const entries = listNames(dir).filter((entry) => !kept.includes(entry));
-    for (const entry of entries) Deno.removeSync(join(dir, entry), { recursive: true });
+    const entries = listNames(dir).filter((entry) => ![...kept, "loop.json"].includes(entry));
+    for (const entry of [...entries, "loop.json"]) removeIfPresent(join(dir, entry));
     if (isPurged) Deno.removeSync(dir, { recursive: true });
     const json = { ok: true, loop: name, kept: isPurged ? null : dir };
     return { json, text: `removed loop ${name}${isPurged ? "" : `; its logs stay in ${dir}`}` };

@@ -22,7 +22,7 @@ import {
   writeScript,
   writeTask,
 } from "./helpers.ts";
-import { accept, daysAgo, type Json, refuse, status } from "./status_support.ts";
+import { accept, becomeNobody, daysAgo, type Json, refuse, status } from "./status_support.ts";
 
 function state(scratch: Scratch, name = "night"): Json {
   return readJson(join(loopDir(scratch, name), ".state.loop"));
@@ -427,9 +427,18 @@ Deno.test("a loop that is removed leaves its logs and outputs, and can be made a
 Deno.test("a removal that was cut short can be run again", async () => {
   using scratch = makeScratch();
   const dir = writeLoop(scratch, "night");
-  Deno.removeSync(join(dir, ".state.loop"));
-  await accept(scratch, ["--remove-loop=night"]);
-  assert(!existsSync(join(dir, "loop.json")));
+  const stubborn = join(dir, "zzz");
+  writeFile(join(stubborn, "file"), "x");
+  const prefix = becomeNobody(scratch);
+  if (prefix.length > 0) {
+    new Deno.Command("chown", { args: ["-R", "65534:65534", scratch.project] }).outputSync();
+  }
+  Deno.chmodSync(stubborn, 0o555);
+  await refuse(scratch, ["--remove-loop=night"], /Cannot remove "/, { prefix });
+  assert(!existsSync(join(dir, ".state.loop")) && existsSync(join(dir, "loop.json")));
+  Deno.chmodSync(stubborn, 0o755);
+  await accept(scratch, ["--remove-loop=night"], { prefix });
+  assertEquals(Object.keys(snapshot(dir)), [".state.lock"]);
 });
 
 Deno.test("a worktree goes with its loop, unless something would be lost", async (t) => {

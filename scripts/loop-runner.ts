@@ -688,12 +688,73 @@ export function parseJsonText(
   where: string,
   parse: (text: string) => unknown = JSON.parse,
 ): unknown {
-  try {
-    return parse(text.replace(/^\uFEFF/, ""));
-  } catch (error) {
-    const detail = text.trim() === "" ? "it is empty" : (error as Error).message;
-    throw new SyntaxError(`Cannot parse "${where}": ${detail}`);
+  const fail = (detail: string) => new SyntaxError(`Cannot parse "${where}": ${detail}`);
+  if (text.length > MAX_JSON_CHARS) {
+    throw fail(`it is larger than ${MAX_JSON_CHARS / 1024 / 1024} MiB`);
   }
+  let value: unknown;
+  try {
+    value = parse(text.replace(/^\uFEFF/, ""));
+  } catch (error) {
+    if (error instanceof RangeError) throw fail(TOO_DEEP);
+    // deno-lint-ignore no-control-regex -- the message quotes the text, whatever is in it.
+    const words = (error as Error).message.replace(/[\u0000-\u001f\u007f-\u009f]+/g, "?");
+    throw fail(text.trim() === "" ? "it is empty" : words);
+  }
+  const count = countFields(value);
+  if (count === null) throw fail(TOO_DEEP);
+  if ((text.match(/"\s*:/g)?.length ?? 0) !== count) {
+    const field = findRepeatedField(text);
+    if (field !== null) throw fail(`the field ${describeValue(field)} stands twice in one object`);
+  }
+  return value;
+}
+
+/** Larger and deeper than any file of ours; beyond, checking and saving would exhaust the memory. */
+const MAX_JSON_CHARS = 32 * 1024 * 1024;
+const MAX_JSON_DEPTH = 100;
+const TOO_DEEP = `it is nested deeper than ${MAX_JSON_DEPTH} levels`;
+
+/** How many fields the objects in a JSON value have; null when it is nested too deeply. */
+function countFields(value: unknown, depth = 0): number | null {
+  if (typeof value !== "object" || value === null) return 0;
+  if (depth > MAX_JSON_DEPTH) return null;
+  let count = Array.isArray(value) ? 0 : Object.keys(value).length;
+  for (const inner of Object.values(value)) {
+    const below = countFields(inner, depth + 1);
+    if (below === null) return null;
+    count += below;
+  }
+  return count;
+}
+
+/**
+ * The first field that stands twice in one object; null when there is none. Readers differ in which of
+ * the two counts, so neither does.
+ *
+ * @param text JSON or JSONC that has been parsed.
+ */
+function findRepeatedField(text: string): string | null {
+  const open: (Set<string> | null)[] = [];
+  let name = "";
+  for (let at = 0; at < text.length; at++) {
+    const char = text[at]!;
+    if (char === '"') {
+      const start = at;
+      for (at++; at < text.length && text[at] !== '"'; at++) if (text[at] === "\\") at++;
+      name = text.slice(start + 1, at);
+    } else if (text.startsWith("//", at)) {
+      const end = text.indexOf("\n", at);
+      at = end < 0 ? text.length : end;
+    } else if (text.startsWith("/*", at)) at = text.indexOf("*/", at + 2) + 1;
+    else if (char === "{" || char === "[") open.push(char === "{" ? new Set() : null);
+    else if (char === "}" || char === "]") open.pop();
+    else if (char === ":") {
+      if (open.at(-1)?.has(name)) return name;
+      open.at(-1)?.add(name);
+    }
+  }
+  return null;
 }
 // #endregion shared:fields
 
@@ -1032,7 +1093,12 @@ export function parseLoopState(text: string, where: string): LoopState {
   const parsed = parseJsonText(text, where);
   checkSchemaVersion(parsed, where);
   checkFields(parsed, LOOP_STATE_RULES, where);
-  return parsed as unknown as LoopState;
+  const state = parsed as unknown as LoopState;
+  const { iteration_base: base = 0, iteration_count: count } = state;
+  if (base <= count) return state;
+  throw new TypeError(
+    `Cannot use "${where}": field iteration_base: found ${base}, wanted at most iteration_count, ${count}`,
+  );
 }
 // #endregion shared:loop-state
 
@@ -1957,13 +2023,22 @@ function programArgv(framework: string, program: "status" | "vram-detect"): stri
   return [EXECUTABLE, "run", "-q", "--no-prompt", `-P=${program}`, script];
 }
 
-/** Runs a sibling program with `--json` and returns the object in its last line, or why there is none. */
+/** What a sibling program answered: the object of its last line, or why there is none. */
+interface ProgramAnswer {
+  readonly json: Record<string, unknown> | null;
+  readonly code: number | null;
+  readonly problem: string;
+  /** What it warned of on stderr. */
+  readonly warnings: readonly string[];
+}
+
+/** Runs a sibling program with `--json`. */
 async function runProgram(
   tick: Pick<Wake, "framework" | "project" | "loop">,
   program: "status" | "vram-detect",
   args: readonly string[],
   holdsLock = false,
-): Promise<{ json: Record<string, unknown> | null; code: number | null; problem: string }> {
+): Promise<ProgramAnswer> {
   const env: Record<string, string> = {
     AUTOMATON_HOME: tick.framework,
     AUTOMATON_PROJECT: tick.project,
@@ -1974,10 +2049,14 @@ async function runProgram(
   const { code, stdout, stderr } = await runCommand(argv, { env, timeoutMs: 120_000 });
   const lastLine = new TextDecoder().decode(stdout).trimEnd().split("\n").at(-1) ?? "";
   const json = parseJsonOrNull(lastLine);
-  const told = isRecord(json) && typeof json.error === "string"
-    ? json.error
-    : stderr.split("\n")[0];
-  return { json: isRecord(json) ? json : null, code, problem: told || `exit code ${code}` };
+  const lines = stderr.split("\n");
+  const told = isRecord(json) && typeof json.error === "string" ? json.error : lines[0];
+  return {
+    json: isRecord(json) ? json : null,
+    code,
+    problem: told || `exit code ${code}`,
+    warnings: lines.filter((line) => line.startsWith("warning: ")).map((line) => line.slice(9)),
+  };
 }
 
 /** Runs a tool of the system. */
@@ -3130,7 +3209,8 @@ function describeFutureTask(name: string, title: string, dir: string): TaskView 
 /** Asks the gate; whatever is not "ok" ends the tick. */
 async function passGate(tick: Wake): Promise<void> {
   const args = [`--check-gate=${tick.loop}`, ...(tick.isDryRun ? ["--dry-run"] : [])];
-  const { json, problem } = await runProgram(tick, "status", args, true);
+  const { json, problem, warnings } = await runProgram(tick, "status", args, true);
+  tick.summary.warnings.push(...warnings);
   if (json === null || typeof json.ok !== "boolean") throw new SkipError("gate_failed", problem);
   if (json.ok) return;
   const reason = `${json.reason}`;
@@ -3359,9 +3439,10 @@ function noteUsage(tick: Tick, role: RoleName, usage: UsageReport | null): void 
   tick.summary.cost_usd = (tick.summary.cost_usd ?? 0) + costUsd;
   const path = join(tick.dir, "cost.json");
   try {
-    const known: unknown = JSON.parse(readTextIfPresent(path) ?? "{}");
-    const cost = isRecord(known) ? known : {};
-    const total = typeof cost.total_usd === "number" ? cost.total_usd : 0;
+    const cost = parseJsonText(readTextIfPresent(path) ?? "{}", path);
+    // A sum that cannot be read is never begun anew: the budget counts on it.
+    checkFields(cost, [["total_usd", "a number from 0", isNumberFrom(0)]], path);
+    const total = Number(cost.total_usd ?? 0);
     writeFileAtomic(path, `${JSON.stringify({ ...cost, total_usd: total + costUsd })}\n`);
   } catch (error) {
     warn(tick, `the cost cannot be added to "${path}": ${errorMessage(error)}`);

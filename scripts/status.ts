@@ -526,12 +526,73 @@ export function parseJsonText(
   where: string,
   parse: (text: string) => unknown = JSON.parse,
 ): unknown {
-  try {
-    return parse(text.replace(/^\uFEFF/, ""));
-  } catch (error) {
-    const detail = text.trim() === "" ? "it is empty" : (error as Error).message;
-    throw new SyntaxError(`Cannot parse "${where}": ${detail}`);
+  const fail = (detail: string) => new SyntaxError(`Cannot parse "${where}": ${detail}`);
+  if (text.length > MAX_JSON_CHARS) {
+    throw fail(`it is larger than ${MAX_JSON_CHARS / 1024 / 1024} MiB`);
   }
+  let value: unknown;
+  try {
+    value = parse(text.replace(/^\uFEFF/, ""));
+  } catch (error) {
+    if (error instanceof RangeError) throw fail(TOO_DEEP);
+    // deno-lint-ignore no-control-regex -- the message quotes the text, whatever is in it.
+    const words = (error as Error).message.replace(/[\u0000-\u001f\u007f-\u009f]+/g, "?");
+    throw fail(text.trim() === "" ? "it is empty" : words);
+  }
+  const count = countFields(value);
+  if (count === null) throw fail(TOO_DEEP);
+  if ((text.match(/"\s*:/g)?.length ?? 0) !== count) {
+    const field = findRepeatedField(text);
+    if (field !== null) throw fail(`the field ${describeValue(field)} stands twice in one object`);
+  }
+  return value;
+}
+
+/** Larger and deeper than any file of ours; beyond, checking and saving would exhaust the memory. */
+const MAX_JSON_CHARS = 32 * 1024 * 1024;
+const MAX_JSON_DEPTH = 100;
+const TOO_DEEP = `it is nested deeper than ${MAX_JSON_DEPTH} levels`;
+
+/** How many fields the objects in a JSON value have; null when it is nested too deeply. */
+function countFields(value: unknown, depth = 0): number | null {
+  if (typeof value !== "object" || value === null) return 0;
+  if (depth > MAX_JSON_DEPTH) return null;
+  let count = Array.isArray(value) ? 0 : Object.keys(value).length;
+  for (const inner of Object.values(value)) {
+    const below = countFields(inner, depth + 1);
+    if (below === null) return null;
+    count += below;
+  }
+  return count;
+}
+
+/**
+ * The first field that stands twice in one object; null when there is none. Readers differ in which of
+ * the two counts, so neither does.
+ *
+ * @param text JSON or JSONC that has been parsed.
+ */
+function findRepeatedField(text: string): string | null {
+  const open: (Set<string> | null)[] = [];
+  let name = "";
+  for (let at = 0; at < text.length; at++) {
+    const char = text[at]!;
+    if (char === '"') {
+      const start = at;
+      for (at++; at < text.length && text[at] !== '"'; at++) if (text[at] === "\\") at++;
+      name = text.slice(start + 1, at);
+    } else if (text.startsWith("//", at)) {
+      const end = text.indexOf("\n", at);
+      at = end < 0 ? text.length : end;
+    } else if (text.startsWith("/*", at)) at = text.indexOf("*/", at + 2) + 1;
+    else if (char === "{" || char === "[") open.push(char === "{" ? new Set() : null);
+    else if (char === "}" || char === "]") open.pop();
+    else if (char === ":") {
+      if (open.at(-1)?.has(name)) return name;
+      open.at(-1)?.add(name);
+    }
+  }
+  return null;
 }
 // #endregion shared:fields
 
@@ -870,7 +931,12 @@ export function parseLoopState(text: string, where: string): LoopState {
   const parsed = parseJsonText(text, where);
   checkSchemaVersion(parsed, where);
   checkFields(parsed, LOOP_STATE_RULES, where);
-  return parsed as unknown as LoopState;
+  const state = parsed as unknown as LoopState;
+  const { iteration_base: base = 0, iteration_count: count } = state;
+  if (base <= count) return state;
+  throw new TypeError(
+    `Cannot use "${where}": field iteration_base: found ${base}, wanted at most iteration_count, ${count}`,
+  );
 }
 // #endregion shared:loop-state
 
@@ -1532,9 +1598,9 @@ function loadState<T>(
     return { state: readState(path, parse), problem: null };
   } catch (error) {
     if (!(error instanceof SyntaxError || error instanceof TypeError)) throw error;
-    const copy = readTextIfPresent(`${path}.bak`) ?? "";
-    let state: T;
+    let [copy, state]: [string, T | null] = ["", null];
     try {
+      copy = readTextIfPresent(`${path}.bak`) ?? "";
       state = parse(copy, `${path}.bak`);
     } catch (copyError) {
       if (copyError instanceof NewerSchemaError) throw copyError;
@@ -1554,10 +1620,11 @@ function readState<T>(path: string, parse: (text: string, where: string) => T): 
   throw new RefusedError(`Cannot open "${path}": no such file (untracked)`, "status --audit");
 }
 
-/** Copies a damaged state file aside before anything takes its place. */
+/** Keeps a damaged state file before anything takes its place: as a copy, or what is no file itself. */
 function keepDamaged(path: string): void {
-  const stamp = new Date().toISOString().replace(/[-:.]/g, "");
-  Deno.copyFileSync(path, `${path}.bad-${stamp}`);
+  const kept = `${path}.bad-${new Date().toISOString().replace(/[-:.]/g, "")}`;
+  if (Deno.lstatSync(path).isFile) Deno.copyFileSync(path, kept);
+  else Deno.renameSync(path, kept);
 }
 
 /** Removes whatever has a name, also where an agent made a folder of it. */
@@ -1830,6 +1897,8 @@ function loadLoopState(dir: string): LoopState {
   } catch (error) {
     if (!(error instanceof StateLostError)) throw error;
     keepDamaged(join(dir, ".state.loop"));
+    const copy = join(dir, ".state.loop.bak");
+    if (isDirectory(copy)) keepDamaged(copy); // No save could take its place.
     const state = rebuildLoopState(dir);
     saveLoopState(dir, state);
     logEvent(dir, "ERROR", "HALTED", { halt_reason: state.halt_reason, detail: error.message });
@@ -1942,24 +2011,35 @@ function lastWake({ dir, state }: LoopView): number | null {
   return latest > 0 ? latest : null;
 }
 
-/** Dollars of cost.json that count; best effort, since a harness writes the file as it likes. */
-function readSpentUsd(dir: string): number | null {
+/**
+ * Dollars of cost.json that count; null where none are known.
+ *
+ * @throws {RefusedError} For a file that cannot be read while a budget depends on it.
+ */
+function readSpentUsd(dir: string, budgetUsd: number | null): number | null {
   const path = join(dir, "cost.json");
   try {
     const text = readTextIfPresent(path);
     if (text === null) return null;
     const cost = parseJsonText(text, path);
     checkFields(cost, COST_RULES, path);
-    return cost.local === true ? null : cost.total_usd as number;
+    return cost.local === true ? null : cost.total_usd as number | undefined ?? null;
   } catch (error) {
-    console.error(`warning: ${(error as Error).message}; no cost is counted`);
+    const problem = (error as Error).message;
+    if (budgetUsd !== null) {
+      throw new RefusedError(
+        `${problem}, so the budget cannot be checked`,
+        `correct the total in ${path}, or remove it to count from nothing`,
+      );
+    }
+    console.error(`warning: ${problem}; no cost is counted`);
     return null;
   }
 }
 
 // deno-fmt-ignore -- a table: one row a line.
 const COST_RULES: readonly FieldRule[] = [
-  ["total_usd", "a number from 0", isNumberFrom(0), "required"],
+  ["total_usd", "a number from 0", isNumberFrom(0)],
   ["local", "true or false", (value) => typeof value === "boolean"],
 ];
 
@@ -4626,6 +4706,7 @@ async function checkGate(invocation: Invocation, dir: string, isDryRun: boolean)
   const asked = optionalText(invocation, "task");
   const askedTask = asked === null ? null : readTask(project, asked).task;
   const taskName = asked ?? state.current_task;
+  if (taskName !== null && !isDryRun) await restoreTask(project, taskName, dir);
   const allowed = config.brakes?.max_iterations ?? LOOP_DEFAULTS.maxIterations;
   const subject: GateSubject = {
     invocation,
@@ -4633,7 +4714,7 @@ async function checkGate(invocation: Invocation, dir: string, isDryRun: boolean)
     config,
     taskName,
     task: askedTask ?? (taskName === null ? null : readTaskOrNull(project, taskName)),
-    spentUsd: readSpentUsd(dir),
+    spentUsd: readSpentUsd(dir, config.brakes?.max_budget_usd ?? null),
     remainingIterations: allowed - (state.iteration_count - (state.iteration_base ?? 0)),
     outOfScope: [],
   };
@@ -4642,6 +4723,19 @@ async function checkGate(invocation: Invocation, dir: string, isDryRun: boolean)
     Object.assign(state, { status: "halted", halt_reason: trip.haltReason });
   } else if (trip !== null) await haltLoop(subject.invocation, dir, { state, trip });
   return answerGate(basename(dir), subject, trip);
+}
+
+/** Puts a task's damaged state right from its copy; where that fails the gate stops at the task. */
+async function restoreTask(project: string, name: string, dir: string): Promise<void> {
+  if (readTaskOrNull(project, name) !== null || findTaskDir(project, name) === null) return;
+  try {
+    const { dir: taskDir, lock } = await lockTask(project, name);
+    using _ = lock;
+    const { problem } = loadState(join(taskDir, ".state"), parseTaskState);
+    if (problem !== null) logEvent(dir, "ERROR", "STATE_RESTORED", { message: problem });
+  } catch (error) {
+    console.error(`warning: ${(error as Error).message}`);
+  }
 }
 
 /**

@@ -935,12 +935,73 @@ export function parseJsonText(
   where: string,
   parse: (text: string) => unknown = JSON.parse,
 ): unknown {
-  try {
-    return parse(text.replace(/^\uFEFF/, ""));
-  } catch (error) {
-    const detail = text.trim() === "" ? "it is empty" : (error as Error).message;
-    throw new SyntaxError(`Cannot parse "${where}": ${detail}`);
+  const fail = (detail: string) => new SyntaxError(`Cannot parse "${where}": ${detail}`);
+  if (text.length > MAX_JSON_CHARS) {
+    throw fail(`it is larger than ${MAX_JSON_CHARS / 1024 / 1024} MiB`);
   }
+  let value: unknown;
+  try {
+    value = parse(text.replace(/^\uFEFF/, ""));
+  } catch (error) {
+    if (error instanceof RangeError) throw fail(TOO_DEEP);
+    // deno-lint-ignore no-control-regex -- the message quotes the text, whatever is in it.
+    const words = (error as Error).message.replace(/[\u0000-\u001f\u007f-\u009f]+/g, "?");
+    throw fail(text.trim() === "" ? "it is empty" : words);
+  }
+  const count = countFields(value);
+  if (count === null) throw fail(TOO_DEEP);
+  if ((text.match(/"\s*:/g)?.length ?? 0) !== count) {
+    const field = findRepeatedField(text);
+    if (field !== null) throw fail(`the field ${describeValue(field)} stands twice in one object`);
+  }
+  return value;
+}
+
+/** Larger and deeper than any file of ours; beyond, checking and saving would exhaust the memory. */
+const MAX_JSON_CHARS = 32 * 1024 * 1024;
+const MAX_JSON_DEPTH = 100;
+const TOO_DEEP = `it is nested deeper than ${MAX_JSON_DEPTH} levels`;
+
+/** How many fields the objects in a JSON value have; null when it is nested too deeply. */
+function countFields(value: unknown, depth = 0): number | null {
+  if (typeof value !== "object" || value === null) return 0;
+  if (depth > MAX_JSON_DEPTH) return null;
+  let count = Array.isArray(value) ? 0 : Object.keys(value).length;
+  for (const inner of Object.values(value)) {
+    const below = countFields(inner, depth + 1);
+    if (below === null) return null;
+    count += below;
+  }
+  return count;
+}
+
+/**
+ * The first field that stands twice in one object; null when there is none. Readers differ in which of
+ * the two counts, so neither does.
+ *
+ * @param text JSON or JSONC that has been parsed.
+ */
+function findRepeatedField(text: string): string | null {
+  const open: (Set<string> | null)[] = [];
+  let name = "";
+  for (let at = 0; at < text.length; at++) {
+    const char = text[at]!;
+    if (char === '"') {
+      const start = at;
+      for (at++; at < text.length && text[at] !== '"'; at++) if (text[at] === "\\") at++;
+      name = text.slice(start + 1, at);
+    } else if (text.startsWith("//", at)) {
+      const end = text.indexOf("\n", at);
+      at = end < 0 ? text.length : end;
+    } else if (text.startsWith("/*", at)) at = text.indexOf("*/", at + 2) + 1;
+    else if (char === "{" || char === "[") open.push(char === "{" ? new Set() : null);
+    else if (char === "}" || char === "]") open.pop();
+    else if (char === ":") {
+      if (open.at(-1)?.has(name)) return name;
+      open.at(-1)?.add(name);
+    }
+  }
+  return null;
 }
 // #endregion shared:fields
 

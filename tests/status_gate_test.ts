@@ -262,11 +262,6 @@ Deno.test("the budget counts what is spent elsewhere, as far as it is known", as
     ["at it", '{"total_usd": 2}', false, 0, /^$/],
     ["over it", '{"total_usd": 99}', false, 0, /^$/],
     ["a local model's cost", '{"total_usd": 99, "local": true}', true, 2, /^$/],
-    ["a torn file", '{"total_u', true, 2, /warning: Cannot parse .*cost.json.*no cost is/],
-    ["an empty file", "", true, 2, /warning: .*cost.json": it is empty/],
-    ["a word", '{"total_usd": "99"}', true, 2, /warning: .*field total_usd: found "99"/],
-    ["less than nothing", '{"total_usd": -1}', true, 2, /warning: .*field total_usd: found -1/],
-    ["a list", "[]", true, 2, /warning: .*found \[\], wanted an object/],
   ];
   for (const [name, cost, ok, left, warning] of cases) {
     await t.step(name, async () => {
@@ -277,6 +272,24 @@ Deno.test("the budget counts what is spent elsewhere, as far as it is known", as
       assertEquals([code, answer.ok, answer.remaining_budget_usd], [0, ok, left]);
       if (!ok) assertEquals(answer.reason, "halted:budget_exhausted");
       assertMatch(stderr.replace(/^hint: .*\n/m, ""), warning);
+    });
+  }
+  const damaged: readonly [name: string, cost: string, words: RegExp][] = [
+    ["a torn file", '{"total_u', /Cannot parse ".*cost\.json".*so the budget cannot be checked/],
+    ["an empty file", "", /cost\.json": it is empty/],
+    ["a word", '{"total_usd": "99"}', /field total_usd: found "99"/],
+    ["less than nothing", '{"total_usd": -1}', /field total_usd: found -1/],
+    ["a list", "[]", /found \[\], wanted an object/],
+  ];
+  for (const [name, cost, words] of damaged) {
+    await t.step(`${name} stops a loop with a budget, and warns one without`, async () => {
+      writeLoop(scratch, "night", { brakes: { max_budget_usd: 2 } });
+      writeFile(join(dir, "cost.json"), cost);
+      await refuse(scratch, GATE, words);
+      writeLoop(scratch, "night");
+      const { stdout, stderr } = await status(scratch, [...GATE, "--json"]);
+      assertEquals(JSON.parse(stdout).ok, true);
+      assertMatch(stderr, /^warning: .*; no cost is counted\n$/);
     });
   }
   await t.step("a budget of nothing is spent at once", async () => {

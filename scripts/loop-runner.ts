@@ -2666,10 +2666,15 @@ function writeLockNote(
   writeAll(lock, new TextEncoder().encode(`${JSON.stringify(note)}\n`));
 }
 
+/** True for a whole id: part of one, in a note that an agent has changed, would mark runs of others. */
+function isRunId(value: unknown): value is string {
+  return typeof value === "string" && /^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$/.test(value);
+}
+
 /** Ends what a tick that was killed has left running; its lock is ours by now. */
 async function sweepLastRun(dir: string, summary: Summary): Promise<void> {
   const note = readLockNote(join(dir, ".state.lock"));
-  if (note === null || note.run_id === null || note.host !== Deno.hostname()) return;
+  if (note === null || !isRunId(note.run_id) || note.host !== Deno.hostname()) return;
   // A group whose leader is gone, or was never noted, may by now be somebody else's.
   const leader = (await listProcesses()).find(({ pid, started }) =>
     pid === note.harness_pgid && started === note.harness_started

@@ -3010,6 +3010,14 @@ async function readCrontab(host: SchedulerHost): Promise<string> {
   );
 }
 
+async function readCrontabOrNull(host: SchedulerHost): Promise<string | null> {
+  try {
+    return await readCrontab(host);
+  } catch {
+    return null; // Not what was written, then; what is to be told is how the writing ended.
+  }
+}
+
 /** Holds other loops of the same person off while the crontab is read, changed and written. */
 async function withCrontabLock<T>(host: SchedulerHost, work: () => Promise<T>): Promise<T> {
   let folder: Deno.FsFile | null = null;
@@ -3067,13 +3075,13 @@ async function replaceCrontab(
 ): Promise<void> {
   const argv = ["crontab", file];
   const outcome = await host.run(argv);
-  const found = await readCrontab(host);
+  const found = await readCrontabOrNull(host);
   if (found === after) return;
   const refusal = outcome.code === 0
     ? "it reads back differently from what was written"
     : explainOutcome(argv, outcome);
   if (found !== before) await host.run(["crontab", backup]);
-  if (found === before || await readCrontab(host) === before) {
+  if (found === before || await readCrontabOrNull(host) === before) {
     removeIfPresent(backup);
     throw new RefusedError(
       `Cannot change the crontab: ${refusal}; it is as it was`,
@@ -3108,12 +3116,8 @@ const CRON_DRIVER: SchedulerDriver = {
   remove: (record, host) =>
     changeCrontab(host, (table) => removeCronLines(table, record, record.newline_added_after)),
   inspect: async (record, host) => {
-    let table: string;
-    try {
-      table = await readCrontab(host);
-    } catch {
-      return "unknown"; // A crontab that cannot be read says nothing about what is in it.
-    }
+    const table = await readCrontabOrNull(host);
+    if (table === null) return "unknown";
     const own = table.split("\n").filter((row) => isOwnCronLine(row, record));
     if (own.length === 0) return "gone";
     return own.some((row) => !row.startsWith("#")) ? "active" : "paused";
@@ -3860,7 +3864,9 @@ async function undoInstall(
     // Both fail where there is nothing to take back.
     if (record.scheduler === "systemd") await host.run(systemctl("daemon-reload"));
     if (record.scheduler === "launchd") {
-      await host.run(["launchctl", "bootout", `gui/${host.uid}/${record.unit}`]);
+      for (const domain of ["gui", "user"]) {
+        await host.run(["launchctl", "bootout", `${domain}/${host.uid}/${record.unit}`]);
+      }
     }
     removeIfPresent(record.script);
     removeIfPresent(schedulePath(dir));

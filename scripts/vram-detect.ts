@@ -363,8 +363,8 @@ export interface GgufFile extends ModelHeader {
   version: number;
   tensorCount: number;
   /**
-   * Bytes of all tensors without padding, and of what follows the last tensor beyond padding: such a
-   * surplus may mean a damaged list of tensors. A file that lists none counts as a whole.
+   * Bytes of all tensors without padding, and of what follows the last one beyond padding: such a
+   * surplus may mean a damaged list of tensors.
    */
   weightsBytes: number;
   /** Normally 0. */
@@ -607,15 +607,7 @@ export function editDistance(a: string, b: string): number {
   return row[b.length]!;
 }
 
-/**
- * Returns the candidate closest to a word, or null when none is within half of its length.
- *
- * @example
- * ```ts
- * import { findNearest } from "./status.ts";
- * if (findNearest("--lop", ["--loop", "--json"]) !== "--loop") throw new Error("not found");
- * ```
- */
+/** Returns the candidate closest to a word, or null when none is within half of its length. */
 export function findNearest(word: string, candidates: readonly string[]): string | null {
   let best: string | null = null;
   let bestDistance = Math.max(2, Math.floor(word.length / 2)) + 1;
@@ -645,14 +637,6 @@ function rejectUnknown(argument: string, options: readonly OptionSpec[]): never 
  *
  * @returns The options given: a string for those with a value, true for switches.
  * @throws {UsageError} For an unknown flag, a missing value or a stray argument.
- *
- * @example
- * ```ts
- * import { parseCommandLine } from "./status.ts";
- * const options = [{ name: "loop", value: "NAME", help: "" }, { name: "json", help: "" }];
- * const given = parseCommandLine(["--loop=night", "--json"], options);
- * if (given.get("loop") !== "night" || given.get("json") !== true) throw new Error("misread");
- * ```
  */
 export function parseCommandLine(
   args: readonly string[],
@@ -685,16 +669,7 @@ export function parseCommandLine(
   return given;
 }
 
-/**
- * Reads an option's value as a whole number within bounds; undefined when it was not given.
- *
- * @example
- * ```ts
- * import { readWholeNumber } from "./status.ts";
- * const lines = readWholeNumber(new Map([["lines", "20"]]), "lines", { min: 1, max: 100 });
- * if (lines !== 20) throw new Error("misread");
- * ```
- */
+/** Reads an option's value as a whole number within bounds; undefined when it was not given. */
 export function readWholeNumber(
   given: ReadonlyMap<string, string | true>,
   name: string,
@@ -709,16 +684,7 @@ export function readWholeNumber(
   );
 }
 
-/**
- * Lays out option lines for `--help`: flag and placeholder, then what it does.
- *
- * @example
- * ```ts
- * import { renderOptions } from "./status.ts";
- * const text = renderOptions([{ name: "lines", value: "N", help: "how many" }]);
- * if (text !== "  --lines N  how many\n") throw new Error(text);
- * ```
- */
+/** Lays out option lines for `--help`: flag and placeholder, then what it does. */
 export function renderOptions(options: readonly OptionSpec[]): string {
   const label = ({ name, value }: OptionSpec) =>
     `--${name}${value === undefined ? "" : ` ${value}`}`;
@@ -738,14 +704,8 @@ function findHint(error: unknown): string | undefined {
 
 /** Prints how a program failed, in words on stderr and for `--json` as the last line of stdout. */
 export function reportFailure(error: unknown, program: string, args: readonly string[]): number {
-  const words = (error instanceof Error ? error.message : `${error}`).replace(/\p{Cc}+/gu, " ");
-  // How Deno words what the system refused (2.6 and 2.9): "<problem> (os error <n>): <verb> '<path>'".
-  const [, problem, verb, path] = /^(.+) \(os error \d+\): (\w+) '(.+)'$/.exec(words) ?? [];
-  const message = path !== undefined
-    ? `Cannot ${verb} "${path.replace("' -> '", '" to "')}": ${problem}`
-    : words.startsWith("Cannot ")
-    ? words
-    : `Cannot go on: ${words}`;
+  const words = (error instanceof Error ? error.message : `${error}`).replaceAll("\n", " ");
+  const message = words.startsWith("Cannot ") ? words : `Cannot go on: ${words}`;
   const hint = findHint(error);
   console.error(`${program}: ${message}`);
   if (hint !== undefined) console.error(`hint: ${hint}`);
@@ -850,28 +810,12 @@ export type FieldRule = readonly [
   presence?: "required",
 ];
 
-/**
- * True for a JSON object: not null, not an array.
- *
- * @example
- * ```ts
- * import { isRecord } from "./status.ts";
- * if (!isRecord({}) || isRecord([]) || isRecord(null)) throw new Error("wrong");
- * ```
- */
+/** True for a JSON object: not null, not an array. */
 export function isRecord(value: unknown): value is Record<string, unknown> {
   return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
-/**
- * Shortens any value to what fits in one line of an error message.
- *
- * @example
- * ```ts
- * import { describeValue } from "./status.ts";
- * if (describeValue({ a: [1] }) !== '{"a":[1]}') throw new Error("wrong");
- * ```
- */
+/** Shortens any value to what fits in one line of an error message. */
 export function describeValue(value: unknown): string {
   if (value === undefined) return "nothing";
   const text = JSON.stringify(value) ?? typeof value;
@@ -895,13 +839,6 @@ function listAtPath(root: unknown, path: string): [string, unknown][] {
  * its rule holds for null.
  *
  * @throws {TypeError} Names the file, the field, what was found and what was wanted.
- *
- * @example
- * ```ts
- * import { checkFields, type FieldRule } from "./status.ts";
- * const rules: FieldRule[] = [["tick", "a number", (value) => typeof value === "number", "required"]];
- * checkFields({ tick: 1, more: true }, rules, "a file");
- * ```
  */
 export function checkFields(
   root: unknown,
@@ -921,15 +858,7 @@ export function checkFields(
   }
 }
 
-/**
- * Parses JSON (or JSONC by `parse`) and says where it came from when it does not parse.
- *
- * @example
- * ```ts
- * import { parseJsonText } from "./status.ts";
- * if (parseJsonText("[1]", "a file")?.toString() !== "1") throw new Error("misread");
- * ```
- */
+/** Parses JSON (or JSONC by `parse`) and says where it came from when it does not parse. */
 export function parseJsonText(
   text: string,
   where: string,
@@ -1071,6 +1000,11 @@ function refusal(message: string, hint = DECLARE_HINT): RefusedError {
   return new RefusedError(message, hint);
 }
 
+/** A refusal of a header that does not say what a model keeps. */
+function unsizable(found: string): RefusedError {
+  return refusal(`Cannot size model: ${found}`);
+}
+
 function sumOf<T>(items: readonly T[], measure: (item: T) => number): number {
   return items.reduce((sum, item) => sum + measure(item), 0);
 }
@@ -1191,15 +1125,9 @@ export function computeBudget(devices: readonly DeviceReport[]): MemoryBudget {
       (pool !== "discrete" || device.total_bytes === null || device.total_bytes > HEADROOM_BYTES)
     );
     const terms = members.flatMap((device) => budgetTerm(device) ?? []);
+    // Several integrated entries are views of the same memory: the largest counts.
+    if (pool === "integrated") terms.sort((a, b) => b.usable_bytes - a.usable_bytes).splice(1);
     if (terms.length > 0) {
-      // Several integrated entries are views of the same memory: the largest counts.
-      if (pool === "integrated") {
-        terms.splice(
-          0,
-          terms.length,
-          terms.reduce((a, b) => b.usable_bytes > a.usable_bytes ? b : a),
-        );
-      }
       return { pool, terms, total_bytes: sumOf(terms, (term) => term.usable_bytes) };
     }
     const unknown = members[0];
@@ -1242,13 +1170,13 @@ class HeaderReader {
   constructor(readonly header: ModelHeader) {
     const architecture = header.values.get("general.architecture");
     if (typeof architecture !== "string" || architecture === "") {
-      throw refusal("Cannot size model: general.architecture is missing");
+      throw unsizable("general.architecture is missing");
     }
     this.architecture = architecture;
     this.rule = findArchitectureRule(architecture);
     this.layerCount = this.count("block_count") - this.count("nextn_predict_layers", 0);
     if (this.layerCount < 1 || this.layerCount > GGUF_LIMITS.layers) {
-      throw refusal(`Cannot size model: ${this.layerCount} layers`);
+      throw unsizable(`${this.layerCount} layers`);
     }
   }
 
@@ -1263,9 +1191,7 @@ class HeaderReader {
   /** A whole number from 0 to 2^31, or `fallback` where the key is missing. */
   count(key: string, fallback?: number): number {
     const value = this.has(key) ? this.value(key) : fallback;
-    if (value === undefined) {
-      throw refusal(`Cannot size model: ${this.architecture}.${key} is missing`);
-    }
+    if (value === undefined) throw this.#refuse(key, "is missing");
     return this.#check(key, value);
   }
 
@@ -1273,30 +1199,30 @@ class HeaderReader {
   size(key: string, fallback?: number): number {
     const size = this.count(key, fallback);
     if (size > 0) return size;
-    throw refusal(`Cannot size model: ${this.architecture}.${key} is 0`);
+    throw this.#refuse(key, "is 0");
   }
 
   /** One whole number for each layer, or null where the key is missing. */
   perLayer(key: string): number[] | null {
     const value = this.value(key);
     if (value === undefined) return null;
-    const list = typeof value === "object" && value !== null
-      ? value
-      : Array<HeaderValue>(this.layerCount).fill(value);
-    if (list.length < this.layerCount) {
-      throw refusal(
-        `Cannot size model: ${this.architecture}.${key} has ${list.length} entries for ` +
-          `${this.layerCount} layers`,
-      );
+    const isList = typeof value === "object" && value !== null;
+    const list = isList ? value : Array<HeaderValue>(this.layerCount).fill(value);
+    if (list.length >= this.layerCount) {
+      return list.slice(0, this.layerCount).map((item) => this.#check(key, item));
     }
-    return list.slice(0, this.layerCount).map((item) => this.#check(key, item));
+    throw this.#refuse(key, `has ${list.length} entries for ${this.layerCount} layers`);
   }
 
   #check(key: string, value: HeaderValue | undefined): number {
     const isCount = typeof value === "number" && Number.isInteger(value) && value >= 0 &&
       value <= LARGEST_COUNT;
     if (isCount) return value;
-    throw refusal(`Cannot size model: ${this.architecture}.${key} is ${describeValue(value)}`);
+    throw this.#refuse(key, value === null ? "is no number" : `is ${describeValue(value)}`);
+  }
+
+  #refuse(key: string, found: string): RefusedError {
+    return unsizable(`${this.architecture}.${key} ${found}`);
   }
 }
 
@@ -1320,7 +1246,7 @@ export function describeModel(header: ModelHeader): ModelShape {
   const window = readWindow(reader);
   const layers = readLayers(reader, heads, window.isSliding);
   if (layers.every((layer) => layer.keyElements === 0 && layer.stateBytes === 0)) {
-    throw refusal("Cannot size model: none of its layers keeps anything of a context");
+    throw unsizable("none of its layers keeps anything of a context");
   }
   return {
     architecture,
@@ -1338,16 +1264,13 @@ function refuseUnknownCaches({ architecture, rule, header }: HeaderReader): void
   const keys = [...header.values.keys()];
   const indexer = keys.find((key) => key.startsWith(`${architecture}.attention.indexer.`));
   if (rule.isRefused || indexer !== undefined) {
-    throw refusal(
-      `Cannot size model: ${indexer ?? `architecture "${architecture}"`} ` +
-        "means an indexer with a cache of its own, whose size is not known",
-    );
+    const sign = indexer ?? `architecture "${architecture}"`;
+    throw unsizable(`${sign} means an indexer with a cache of its own, whose size is not known`);
   }
   const state = keys.find((key) => /^[^.]+\.(?:ssm|wkv|kda|shortconv)\./.test(key));
   if (rule.isUnknown && state !== undefined) {
-    throw refusal(
-      `Cannot size model: architecture "${architecture}" is not known and ${state} ` +
-        "means a recurrent state",
+    throw unsizable(
+      `architecture "${architecture}" is not known, ${state} means a recurrent state`,
     );
   }
 }
@@ -1366,18 +1289,15 @@ function readHeads(reader: HeaderReader): HeadCounts {
   }
   const query = reader.perLayer("attention.head_count");
   const kv = reader.perLayer("attention.head_count_kv") ?? query;
-  if (kv === null) {
-    throw refusal(`Cannot size model: ${reader.architecture}.attention.head_count is missing`);
-  }
+  if (kv === null) throw unsizable(`${reader.architecture}.attention.head_count is missing`);
   const mostHeads = Math.max(0, ...query ?? []);
-  const derived = mostHeads > 0
-    ? Math.floor(reader.size("embedding_length") / mostHeads)
-    : undefined;
+  const embedding = reader.size("embedding_length");
+  const derived = mostHeads > 0 ? Math.floor(embedding / mostHeads) : undefined;
   const key = reader.size("attention.key_length", derived);
   const value = reader.size("attention.value_length", derived);
   const hasKeyMla = reader.has("attention.key_length_mla");
   if (hasKeyMla !== reader.has("attention.value_length_mla")) {
-    throw refusal("Cannot size model: only one of the two _mla lengths is there");
+    throw unsizable("only one of the two _mla lengths is there");
   }
   const keepsValues = !hasKeyMla || rule.isUnknown;
   return {
@@ -1395,10 +1315,8 @@ function readWindow(reader: HeaderReader): { tokens: number; isSliding: readonly
   const { rule: { window: rule }, layerCount } = reader;
   const none = { tokens: 0, isSliding: Array<boolean>(layerCount).fill(false) };
   if (rule === undefined || (rule.onlyLayers ?? layerCount) !== layerCount) return none;
-  const stated = reader.count(
-    "attention.sliding_window",
-    rule.fixedTokens ?? rule.defaultTokens ?? 0,
-  );
+  const unstated = rule.fixedTokens ?? rule.defaultTokens ?? 0;
+  const stated = reader.count("attention.sliding_window", unstated);
   if (stated === 0) return none;
   const tokens = rule.fixedTokens ?? stated;
   const key = "attention.sliding_window_pattern";
@@ -1482,9 +1400,7 @@ function readStateBytes(reader: HeaderReader, kind: "ssm" | "shortconv" | "wkv")
 function readVocab(reader: HeaderReader): number {
   if (reader.header.vocabTokens) return reader.header.vocabTokens;
   if (reader.has("vocab_size")) return reader.size("vocab_size");
-  reader.upperBounds.push(
-    `the file names no vocabulary: ${LARGEST_VOCAB_TOKENS} tokens are assumed`,
-  );
+  reader.upperBounds.push(`no vocabulary is named: ${LARGEST_VOCAB_TOKENS} tokens are assumed`);
   return LARGEST_VOCAB_TOKENS;
 }
 
@@ -1634,7 +1550,7 @@ export function readGguf(source: ByteSource, path: string): GgufFile {
     values,
     vocabTokens: vocabTokens ?? tensors.vocabTokens,
     tensorCount,
-    weightsBytes: tensorCount === 0 ? source.sizeBytes : tensors.bytes + tensors.surplusBytes,
+    weightsBytes: tensors.bytes + tensors.surplusBytes,
     surplusBytes: tensors.surplusBytes,
     readBytes: cursor.readBytes,
   };
@@ -1737,9 +1653,9 @@ function readGgufTensors(cursor: GgufCursor, count: number, alignment: number): 
     totals.highestBlock = Math.max(totals.highestBlock, Number(block ?? -1));
     if (name === "token_embd.weight") totals.vocabTokens = sizes[1] ?? null;
   }
-  const end = padTo(cursor.offset, alignment) + dataBytes;
+  const end = count === 0 ? cursor.offset : padTo(cursor.offset, alignment) + dataBytes;
   const size = cursor.source.sizeBytes;
-  if (count > 0 && end > size) {
+  if (end > size) {
     const found = `data up to ${end} (tensor "${lastName}"), past the end of the file at ${size},`;
     throw cursor.refuse(`${found} named`);
   }
@@ -1816,37 +1732,30 @@ export function joinShards(
 ): Pick<LoadedModel, "files" | "header" | "weightsBytes" | "warnings"> {
   for (const [index, { values }] of shards.entries()) {
     const [number, count] = [values.get("split.no"), values.get("split.count")];
-    const isAlone = shards.length === 1 && (count === undefined || count === 0);
+    const isAlone = shards.length === 1 && !count;
     if (isAlone || (number === index && count === shards.length)) continue;
     throw refusal(
-      `Cannot read GGUF file "${paths[index]}": it says it is shard ${number} of ${count}, ` +
-        `its name says ${index} of ${shards.length} (from 0)`,
-      "name the first file, whole and unchanged: …-00001-of-NNNNN.gguf",
+      `Cannot read GGUF file "${paths[index]}": by its name shard ${index} (from 0) of ` +
+        `${shards.length}, in it split.no is ${number ?? "missing"}, split.count ${count ?? "too"}`,
+      "name a file of the model as it was published: …-00001-of-NNNNN.gguf",
     );
   }
-  const listed = sumOf(shards, (shard) => shard.tensorCount);
-  const expected = shards[0]?.values.get("split.tensors.count") ?? listed;
-  if (expected !== listed) {
-    throw refusal(
-      `Cannot read GGUF file "${paths[0]}": ${listed} of ${expected} tensors`,
-      DAMAGED_HINT,
-    );
+  const first = shards[0]!;
+  const tensorCount = sumOf(shards, (shard) => shard.tensorCount);
+  const expected = first.values.get("split.tensors.count") ?? tensorCount;
+  if (expected !== tensorCount) {
+    const found = `${tensorCount} of ${expected} tensors`;
+    throw refusal(`Cannot read GGUF file "${paths[0]}": ${found}`, DAMAGED_HINT);
   }
-  const warnings = shards.filter((shard) => shard.surplusBytes > 0).map((shard) =>
-    `${shard.surplusBytes} bytes follow the last tensor's data: the file may be damaged, ` +
-    "they count as weights"
-  );
-  if (listed === 0) {
-    warnings.splice(0, Infinity, "the file lists no tensors: its size counts as weights");
-  }
+  const vocabulary = shards.find((shard) => shard.vocabTokens !== null);
   return {
     files: shards.length,
-    header: {
-      values: shards[0]?.values ?? new Map(),
-      vocabTokens: shards.find((shard) => shard.vocabTokens !== null)?.vocabTokens ?? null,
-    },
+    header: { values: first.values, vocabTokens: vocabulary?.vocabTokens ?? null },
     weightsBytes: sumOf(shards, (shard) => shard.weightsBytes),
-    warnings,
+    warnings: shards.filter((shard) => shard.surplusBytes > 0).map(({ surplusBytes }) =>
+      `${surplusBytes} bytes follow the last tensor's data: the file may be damaged, ` +
+      "they count as weights"
+    ),
   };
 }
 
@@ -2227,7 +2136,8 @@ export function parseNvidiaSmi(
 ): ProbeReport {
   const [stdout, stderr] = "problem" in output ? ["", ""] : [output.stdout, output.stderr];
   const lines = listLines(stdout);
-  const cards = lines.flatMap((line) => parseNvidiaRow(line) ?? []);
+  const rows = lines.flatMap((line) => parseNvidiaRow(line) ?? []);
+  const cards = rows.filter(({ index }, at) => rows.findIndex((row) => row.index === index) === at);
   if (cards.length === 0) {
     if (/^No devices were found/m.test(`${stdout}\n${stderr}`)) {
       return newProbe("nvidia", "absent", "nvidia-smi: No devices were found");
@@ -2867,19 +2777,15 @@ async function runProbe(argv: readonly [string, ...string[]]): Promise<ProbeOutp
   if (typeof outcome !== "string") {
     return { code: outcome[0].code, stdout: outcome[1], stderr: outcome[2] };
   }
-  killProbe(child);
-  // A descendant may hold the pipes open: they are let go, not waited for.
-  await Promise.all(streams.map((stream) => stream.cancel()));
-  return { problem: outcome };
-}
-
-function killProbe(child: Deno.ChildProcess): void {
   try {
-    if (Deno.build.os === "windows") child.kill("SIGKILL");
-    else Deno.kill(-child.pid, "SIGKILL");
+    // The probe's whole group; on Windows itself.
+    Deno.kill(isWindows ? child.pid : -child.pid, "SIGKILL");
   } catch {
     // It ended in the same moment.
   }
+  // A descendant may hold the pipes open: they are let go, not waited for.
+  await Promise.all(streams.map((stream) => stream.cancel()));
+  return { problem: outcome };
 }
 
 /** @throws {Error} When there is too much of it. */
@@ -3076,9 +2982,8 @@ function readModelsAnywhere(): ModelsFile | null {
 function loadModel({ name, path, mmprojPath }: ModelRequest): LoadedModel {
   if (name === null) {
     throw refusal(
-      "no model is declared: AUTOMATON_CONTEXT_TOKENS is not set, models.json names no default " +
-        "and --model is not given",
-      "vram-detect --model FILE.gguf",
+      "no model is declared: --model is not given and models.json names no default",
+      "vram-detect --model FILE.gguf, or set AUTOMATON_CONTEXT_TOKENS",
     );
   }
   const loaded = path === null ? loadOllamaModel(name) : loadModelPath(path);

@@ -1,8 +1,9 @@
 /** The GGUF reader: what it accepts, what it refuses by name and offset, and what nothing may do to it. */
 import { assert, assertEquals, assertMatch, assertThrows } from "@std/assert";
+import { existsSync } from "@std/fs";
 import { join } from "@std/path";
 import { fc } from "./deps.ts";
-import { lastJson, makeScratch, ROOT, run, runProgram } from "./helpers.ts";
+import { lastJson, makeScratch, ROOT, run, runProgram, type Scratch } from "./helpers.ts";
 import {
   buildFamily,
   buildGguf,
@@ -13,6 +14,7 @@ import {
   type GgufSpec,
   GgufWriter,
   metadataOf,
+  type MetadataValue,
   ONE_TENSOR,
   type TensorSpec,
 } from "./gguf_builder.ts";
@@ -397,27 +399,97 @@ Deno.test("listShards() names all files of a sharded model from any of them", ()
   assertEquals(listShards("/m/a-00001-of-00000.gguf"), ["/m/a-00001-of-00000.gguf"]);
 });
 
-Deno.test("a sharded model's weights are those of all shards; a missing or foreign one is refused", async () => {
-  using scratch = makeScratch();
-  const path = (number: number) => join(scratch.project, `m-0000${number}-of-00003.gguf`);
-  const shard = (number: number, count = 3) => {
-    const split: GgufSpec["metadata"] = [["split.no", number - 1], ["split.count", count]];
+/** Writes the three shards of a model; `change` alters the split keys of one. */
+function writeShards(
+  folder: string,
+  change: (number: number) => Record<string, MetadataValue | undefined> = () => ({}),
+): string[] {
+  return [1, 2, 3].map((number) => {
+    const split = { "split.no": number - 1, "split.count": 3, "split.tensors.count": 3 };
+    const entries = Object.entries<MetadataValue | undefined>({ ...split, ...change(number) });
+    const keys = entries.filter((entry): entry is [string, MetadataValue] =>
+      entry[1] !== undefined
+    );
     const own = number === 1 ? metadataOf("llama", LLAMA.keys) : [];
-    return buildGguf({ metadata: [...own, ...split], tensors: [TENSORS[number - 1]!] });
-  };
-  for (const number of [1, 2, 3]) Deno.writeFileSync(path(number), shard(number));
-  const args = ["--json", "--free-mib", "8000", "--model", path(2)];
-  const whole = await runProgram(scratch, "vram-detect", args);
-  assertEquals([whole.code, at(lastJson(whole), "memory", "weights_bytes")], [0, 6800 + 432 + 20]);
-  assertEquals(at(lastJson(whole), "model", "files"), 3);
+    const path = join(folder, `m-0000${number}-of-00003.gguf`);
+    const tensors = [TENSORS[number - 1]!];
+    Deno.writeFileSync(path, buildGguf({ metadata: [...own, ...keys], tensors }));
+    return path;
+  });
+}
 
-  Deno.writeFileSync(path(3), shard(3, 4));
-  const foreign = lastJson(await runProgram(scratch, "vram-detect", args));
-  assertMatch(`${foreign.reason}`, /m-00003-of-00003\.gguf": it says it is shard 2 of 4/);
-  Deno.removeSync(path(3));
-  const missing = await runProgram(scratch, "vram-detect", args);
-  assertEquals(missing.code, 1);
-  assertMatch(`${lastJson(missing).reason}`, /m-00003-of-00003\.gguf": no such file/);
+/** Asks the program about a file; what it says of weights and files, or its reason. */
+async function askOf(scratch: Scratch, path: string): Promise<unknown> {
+  const args = ["--json", "--free-mib", "8000", "--model", path];
+  const result = await runProgram(scratch, "vram-detect", args);
+  const report = lastJson(result);
+  assertEquals(result.code, report.reason === null || report.reason === FLOOR ? 0 : 1);
+  if (result.code === 1) return report.reason;
+  return [at(report, "memory", "weights_bytes"), at(report, "model", "files")];
+}
+
+const FLOOR = "a context window of 8192 tokens is below the floor of 16000 tokens for loops";
+
+Deno.test("a sharded model's weights are those of all shards, whichever is named, also behind links", async () => {
+  using scratch = makeScratch();
+  const paths = writeShards(scratch.project);
+  for (const path of paths) assertEquals(await askOf(scratch, path), [6800 + 432 + 20, 3]);
+  // As in a cache of downloads: links with the right names to files with others.
+  const cache = join(scratch.dir, "cache");
+  Deno.mkdirSync(cache);
+  for (const [index, path] of paths.entries()) {
+    Deno.renameSync(path, join(cache, `blob${index}`));
+    Deno.symlinkSync(join(cache, `blob${index}`), path);
+  }
+  assertEquals(await askOf(scratch, paths[1]!), [6800 + 432 + 20, 3]);
+  // A link with a name of its own hides that there are more files.
+  const link = join(scratch.project, "model.gguf");
+  Deno.symlinkSync(paths[0]!, link);
+  assertMatch(
+    `${await askOf(scratch, link)}`,
+    /model\.gguf": by its name shard 0 \(from 0\) of 1, in it split\.no is 0, split\.count 3$/,
+  );
+});
+
+Deno.test("a sharded model is refused when a shard is missing, renamed, doubled, cut or no file", async () => {
+  using scratch = makeScratch();
+  const dir = scratch.project;
+  const second = join(dir, "m-00002-of-00003.gguf");
+  const third = join(dir, "m-00003-of-00003.gguf");
+  const cases: [string, () => void, RegExp][] = [
+    ["missing", () => Deno.removeSync(third), /m-00003-of-00003\.gguf": no such file$/],
+    ["doubled", () => Deno.copyFileSync(second, third), /m-00003.*split\.no is 1, split\.count 3$/],
+    [
+      "of another set",
+      () => writeShards(dir, (number) => number === 3 ? { "split.count": 4 } : {}),
+      /m-00003.*split\.no is 2, split\.count 4$/,
+    ],
+    [
+      "without a number",
+      () => writeShards(dir, (number) => number === 2 ? { "split.no": undefined } : {}),
+      /m-00002.*split\.no is missing, split\.count 3$/,
+    ],
+    [
+      "one tensor short",
+      () => writeShards(dir, () => ({ "split.tensors.count": 4 })),
+      /m-00001.*: 3 of 4 tensors$/,
+    ],
+    ["cut", () => Deno.truncateSync(third, 200), /m-00003.*at offset \d+$/],
+    [
+      "a pipe",
+      () => {
+        Deno.removeSync(second);
+        new Deno.Command("mkfifo", { args: [second] }).outputSync();
+      },
+      /m-00002-of-00003\.gguf": not a regular file$/,
+    ],
+  ];
+  for (const [what, damage, reason] of cases) {
+    for (const path of [second, third]) if (existsSync(path)) Deno.removeSync(path);
+    writeShards(dir);
+    damage();
+    assertMatch(`${await askOf(scratch, join(dir, "m-00001-of-00003.gguf"))}`, reason, what);
+  }
 });
 
 Deno.test("a 70 GB sparse file with a true header is answered with under 100 MB resident", async () => {

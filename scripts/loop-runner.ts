@@ -2941,30 +2941,41 @@ async function resolveBase(tick: OpenLoop): Promise<{ branch: string | null; com
   throw new SkipError("worktree_failed", "the repository has no commit yet: make the first one");
 }
 
-/** True when the worktree is there, registered and whole; else what stands in its place is cleared. */
+/**
+ * True when the worktree is there, registered and whole; else what stands in its place is cleared.
+ *
+ * @param path Without links, so that a link in its place, to the person's checkout say, is no worktree.
+ */
 async function isUsableWorktree(tick: OpenLoop, path: string): Promise<boolean> {
   const entries = parseWorktreeList(await git(tick.project, ["worktree", "list", "--porcelain"]));
-  const real = realPathOrNull(path);
-  const entry = entries.find((each) =>
-    each.path === path || (real !== null && realPathOrNull(each.path) === real)
-  );
-  if (entry !== undefined && real !== null) {
+  const entry = entries.find((each) => each.path === path || realPathOrNull(each.path) === path);
+  if (entry !== undefined && realPathOrNull(path) === path) {
     const top = await gitOrNull(path, ["rev-parse", "--show-toplevel"]);
-    if (top !== null && realPathOrNull(top) === real) return true;
+    if (top !== null && realPathOrNull(top) === path) return true;
   }
-  if (entry?.lockReason !== null && entry !== undefined) {
+  if (entry !== undefined && entry.lockReason !== null) {
     throw new SkipError(
       "worktree_failed",
       `the worktree is missing but locked (${entry.lockReason}); git worktree unlock ${path}`,
     );
   }
-  if (existsSync(path)) {
+  if (isAnythingAt(path)) {
     const aside = `${path}.${new Date().toISOString().replace(/[-:.]/g, "")}`;
     Deno.renameSync(path, aside);
     warn(tick, `"${path}" was no worktree of this repository and is now ${aside}`);
   }
   if (entry !== undefined) await git(tick.project, ["worktree", "prune"]);
   return false;
+}
+
+/** True for a file, a folder or a link, also one that leads nowhere. */
+function isAnythingAt(path: string): boolean {
+  try {
+    return Deno.lstatSync(path) !== null;
+  } catch (error) {
+    if (error instanceof Deno.errors.NotFound) return false;
+    throw error;
+  }
 }
 
 async function addWorktree(tick: OpenLoop, path: string, base: { commit: string }): Promise<void> {

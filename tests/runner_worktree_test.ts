@@ -1,13 +1,14 @@
-/** Where a tick works: each case of making, finding and repairing a worktree, with real git. */
+/** Where a harness works: the loop's worktree in every state, and never the person's checkout. */
 import { assert, assertEquals, assertMatch, assertStringIncludes } from "@std/assert";
-import { basename, join } from "@std/path";
+import { existsSync } from "@std/fs";
+import { join } from "@std/path";
 import {
   git,
   loopDir,
   makeRepository,
   makeScratch,
-  readLog,
   type Scratch,
+  snapshot,
   writeFile,
   writeLoop,
   writeScript,
@@ -16,417 +17,480 @@ import {
 import {
   HARNESS,
   LOOP,
-  makeLoop,
   makeLoopScratch,
+  outputOf,
   readJournal,
   readState,
-  readStateText,
   TASK,
   tick,
   worktreeOf,
 } from "./runner_support.ts";
 
-/** All of a person's checkout that a loop must leave alone. */
-function describeCheckout(scratch: Scratch, dir = scratch.project): Record<string, string> {
+/** A person's checkout as git and the disk have it, but for `.automaton`. */
+function describeCheckout(scratch: Scratch, dir = scratch.project): Record<string, unknown> {
   return {
     head: git(scratch, dir, "rev-parse", "HEAD"),
     branch: git(scratch, dir, "rev-parse", "--abbrev-ref", "HEAD"),
-    status: git(scratch, dir, "status", "--porcelain"),
-    config: git(scratch, dir, "config", "--local", "--list"),
-    readme: Deno.readTextFileSync(join(dir, "README.md")),
+    status: git(scratch, dir, "status", "--porcelain", "--untracked-files=all"),
     stash: git(scratch, dir, "stash", "list"),
+    index: git(scratch, dir, "ls-files", "-s"),
+    files: Object.entries(snapshot(dir, [".git"])).filter(([path]) =>
+      !/(^|\/)\.automaton\//.test(path)
+    ),
   };
 }
 
-/** The branches of a repository, without the mark of the one that is checked out. */
-function listBranches(scratch: Scratch, dir = scratch.project): string[] {
-  return git(scratch, dir, "branch", "--format=%(refname:short)").split("\n").sort();
+/** Runs a tick and holds the person's checkout against what it was before. */
+async function tickBeside(scratch: Scratch, dir = scratch.project) {
+  const before = describeCheckout(scratch, dir);
+  const result = await tick(scratch);
+  assertEquals(describeCheckout(scratch, dir), before);
+  return result;
 }
 
-Deno.test("a first tick makes a worktree on a branch of the loop's own and notes its base", async () => {
-  using scratch = makeLoopScratch();
-  const before = describeCheckout(scratch);
-  const { code, json } = await tick(scratch);
-  assertEquals([code, json.reason, json.warnings], [0, null, []]);
-  const state = readState(scratch);
-  assertEquals(state.worktree_path, worktreeOf(scratch));
-  assertEquals(state.worktree_branch, `loop/${LOOP}`);
-  assertEquals(state.base_branch, "main");
-  assertEquals(state.base_commit, before.head);
+/** Asserts that a tick worked in the loop's worktree, on its branch. */
+function assertInWorktree(scratch: Scratch, count = 1): void {
   assertEquals(
-    Deno.readTextFileSync(join(worktreeOf(scratch), "work.txt")),
-    "worked in implement\n",
-  );
-  assertEquals(describeCheckout(scratch), before);
-  assertEquals(listBranches(scratch), [`loop/${LOOP}`, "main"]);
-});
-
-Deno.test("worktrees are kept out of git's sight by one line in the exclude file, however often a tick runs", async () => {
-  using scratch = makeScratch();
-  makeLoop(scratch);
-  writeFile(join(scratch.project, ".gitignore"), "nothing\n");
-  git(scratch, scratch.project, "commit", "-qam", "ignore nothing");
-  writeFile(join(scratch.project, ".git/info/exclude"), "mine");
-  await tick(scratch);
-  await tick(scratch);
-  const text = Deno.readTextFileSync(join(scratch.project, ".git/info/exclude"));
-  assertEquals(text, "mine\n.automaton/loops/*/worktree\n");
-  const status = git(scratch, scratch.project, "status", "--porcelain", "--untracked-files=all");
-  assert(!status.includes("/worktree/"), status);
-});
-
-Deno.test("a branch of an earlier loop is used again, with the commits on it", async () => {
-  using scratch = makeLoopScratch();
-  const start = git(scratch, scratch.project, "rev-parse", "HEAD");
-  git(scratch, scratch.project, "branch", `loop/${LOOP}`);
-  const other = join(scratch.dir, "other");
-  git(scratch, scratch.project, "worktree", "add", "-q", other, `loop/${LOOP}`);
-  writeFile(join(other, "earlier.txt"), "kept\n");
-  git(scratch, other, "add", "earlier.txt");
-  git(scratch, other, "commit", "-qm", "earlier work");
-  git(scratch, scratch.project, "worktree", "remove", other);
-  const { json } = await tick(scratch);
-  assertEquals(json.reason, null);
-  assertEquals(Deno.readTextFileSync(join(worktreeOf(scratch), "earlier.txt")), "kept\n");
-  assertEquals(readState(scratch).base_commit, start);
-});
-
-Deno.test("a branch that is checked out elsewhere skips the tick with git's words", async () => {
-  using scratch = makeLoopScratch();
-  const other = join(scratch.dir, "other");
-  git(scratch, scratch.project, "worktree", "add", "-q", "-b", `loop/${LOOP}`, other);
-  const before = describeCheckout(scratch);
-  const state = readStateText(scratch);
-  const { code, json } = await tick(scratch);
-  assertEquals([code, json.skipped, json.reason], [0, true, "worktree_failed"]);
-  assertMatch(json.message!, /loop\/night.*(already|checked out|used by)/);
-  assertEquals(readJournal(scratch), []);
-  assertEquals(readStateText(scratch), state);
-  assertEquals(describeCheckout(scratch), before);
-});
-
-Deno.test("a folder in the worktree's place that git does not know is moved aside, with its files", async () => {
-  using scratch = makeLoopScratch();
-  writeFile(join(worktreeOf(scratch), "precious.txt"), "somebody's\n");
-  const { json } = await tick(scratch);
-  assertEquals(json.reason, null);
-  assertMatch(
-    json.warnings.join(),
-    /was no worktree of this repository and is now .*worktree\.\d{8}T\d+Z/,
-  );
-  const aside = [...Deno.readDirSync(loopDir(scratch, LOOP))].filter(({ name }) =>
-    name.startsWith("worktree.")
-  );
-  assertEquals(aside.length, 1);
-  const kept = join(loopDir(scratch, LOOP), aside[0]!.name, "precious.txt");
-  assertEquals(Deno.readTextFileSync(kept), "somebody's\n");
-  assertEquals(
-    git(scratch, worktreeOf(scratch), "rev-parse", "--abbrev-ref", "HEAD"),
+    git(scratch, worktreeOf(scratch), "symbolic-ref", "--short", "HEAD"),
     `loop/${LOOP}`,
   );
+  const lines = Deno.readTextFileSync(join(worktreeOf(scratch), "work.txt")).trimEnd().split("\n");
+  assertEquals(lines.length, count);
+}
+
+Deno.test("the first tick makes a worktree on a branch of its own and notes where it comes from", async () => {
+  using scratch = makeLoopScratch();
+  writeFile(join(scratch.project, "README.md"), "changed by a person\n");
+  writeFile(join(scratch.project, "mine.txt"), "untracked\n");
+  const { json } = await tickBeside(scratch);
+  assertEquals([json.reason, json.warnings], [null, []]);
+  assertInWorktree(scratch);
+  const state = readState(scratch);
+  assertEquals([state.worktree_path, state.worktree_branch], [worktreeOf(scratch), `loop/${LOOP}`]);
+  assertEquals([state.base_branch, state.base_commit], [
+    "main",
+    git(scratch, scratch.project, "rev-parse", "HEAD"),
+  ]);
+  assertEquals(Deno.readTextFileSync(join(worktreeOf(scratch), "README.md")), "a project\n");
+  assert(!existsSync(join(worktreeOf(scratch), "mine.txt")));
+  await tickBeside(scratch);
+  assertInWorktree(scratch, 2);
 });
 
-Deno.test("a worktree that has lost its .git file is moved aside and made anew", async () => {
+Deno.test("git does not show the worktree among a person's files", async () => {
+  using scratch = makeScratch();
+  makeRepository(scratch);
+  writeTask(scratch, TASK, "implement", { loop: LOOP });
+  writeLoop(scratch, LOOP, { work_source: { kind: "single" }, harness: { command: HARNESS } }, {
+    current_task: TASK,
+  });
+  writeFile(join(scratch.project, ".git/info/exclude"), "# mine, without a final newline\n*.o");
+  for (let count = 0; count < 2; count++) assertEquals((await tick(scratch)).json.reason, null);
+  const listed = git(scratch, scratch.project, "status", "--porcelain", "--untracked-files=all");
+  assert(!listed.includes("worktree"), listed);
+  assertEquals(
+    Deno.readTextFileSync(join(scratch.project, ".git/info/exclude")),
+    "# mine, without a final newline\n*.o\n.automaton/loops/*/worktree\n",
+  );
+});
+
+Deno.test("the base is what loop.json names, else the remote's branch, else the one checked out", async (t) => {
+  const prepare = (plan: Parameters<typeof makeLoopScratch>[0] = {}) => {
+    const scratch = makeLoopScratch(plan);
+    git(scratch, scratch.project, "branch", "-m", "master");
+    git(scratch, scratch.project, "branch", "stable");
+    git(scratch, scratch.project, "commit", "-q", "--allow-empty", "-m", "second");
+    return scratch;
+  };
+  const commit = (scratch: Scratch, name: string) =>
+    git(scratch, scratch.project, "rev-parse", name);
+  await t.step("named", async () => {
+    using scratch = prepare({ config: { blast_radius: { base: "stable" } } });
+    await tickBeside(scratch);
+    const { base_branch, base_commit } = readState(scratch);
+    assertEquals([base_branch, base_commit], ["stable", commit(scratch, "stable")]);
+  });
+  await t.step("origin/HEAD", async () => {
+    using scratch = prepare();
+    git(
+      scratch,
+      scratch.dir,
+      "clone",
+      "-q",
+      "--bare",
+      scratch.project,
+      join(scratch.dir, "origin.git"),
+    );
+    git(scratch, scratch.project, "remote", "add", "origin", join(scratch.dir, "origin.git"));
+    git(scratch, scratch.project, "fetch", "-q", "origin");
+    git(
+      scratch,
+      scratch.project,
+      "symbolic-ref",
+      "refs/remotes/origin/HEAD",
+      "refs/remotes/origin/stable",
+    );
+    await tickBeside(scratch);
+    const { base_branch, base_commit } = readState(scratch);
+    assertEquals([base_branch, base_commit], ["origin/stable", commit(scratch, "stable")]);
+  });
+  await t.step("checked out, whatever its name", async () => {
+    using scratch = prepare();
+    await tickBeside(scratch);
+    const { base_branch, base_commit } = readState(scratch);
+    assertEquals([base_branch, base_commit], ["master", commit(scratch, "master")]);
+  });
+  await t.step("a commit without a branch", async () => {
+    using scratch = prepare();
+    git(scratch, scratch.project, "checkout", "-q", "--detach", "stable");
+    await tickBeside(scratch);
+    const { base_branch, base_commit } = readState(scratch);
+    assertEquals([base_branch, base_commit], [null, commit(scratch, "stable")]);
+  });
+  await t.step("a name that looks like an option is refused", async () => {
+    using scratch = prepare({ config: { blast_radius: { base: "--all" } } });
+    assertEquals((await tick(scratch)).json.reason, "gate_failed");
+  });
+});
+
+Deno.test("the base may go away once the worktree is there", async () => {
+  using scratch = makeLoopScratch({ config: { blast_radius: { base: "stable" } } });
+  git(scratch, scratch.project, "branch", "stable");
+  await tick(scratch);
+  git(scratch, scratch.project, "branch", "-D", "stable");
+  assertEquals((await tick(scratch)).json.reason, null);
+  assertInWorktree(scratch, 2);
+});
+
+Deno.test("a branch that is there already is worked on", async () => {
   using scratch = makeLoopScratch();
+  const first = git(scratch, scratch.project, "rev-parse", "HEAD");
+  git(scratch, scratch.project, "branch", `loop/${LOOP}`);
+  git(scratch, scratch.project, "commit", "-q", "--allow-empty", "-m", "second");
+  assertEquals((await tickBeside(scratch)).json.reason, null);
+  assertInWorktree(scratch);
+  assertEquals(readState(scratch).base_commit, first);
+});
+
+Deno.test("a folder in the place of the worktree is moved aside, and that is said", async (t) => {
+  const places: Readonly<Record<string, (path: string, scratch: Scratch) => void>> = {
+    "a folder": (path) => writeFile(join(path, "precious.txt"), "mine\n"),
+    "another repository": (path, scratch) =>
+      makeRepository(scratch, path, { "precious.txt": "mine\n" }),
+  };
+  for (const [name, make] of Object.entries(places)) {
+    await t.step(name, async () => {
+      using scratch = makeLoopScratch();
+      make(worktreeOf(scratch), scratch);
+      const { json } = await tickBeside(scratch);
+      assertInWorktree(scratch);
+      const aside = [...Deno.readDirSync(loopDir(scratch, LOOP))].find((entry) =>
+        entry.name.startsWith("worktree.")
+      )?.name ?? "";
+      assertEquals(
+        Deno.readTextFileSync(join(loopDir(scratch, LOOP), aside, "precious.txt")),
+        "mine\n",
+      );
+      assertStringIncludes(json.warnings.join(), aside);
+    });
+  }
+  await t.step("a file", async () => {
+    using scratch = makeLoopScratch();
+    writeFile(worktreeOf(scratch), "mine\n");
+    assertEquals((await tickBeside(scratch)).json.reason, null);
+    assertInWorktree(scratch);
+  });
+  await t.step("a link that leads nowhere", async () => {
+    using scratch = makeLoopScratch();
+    Deno.symlinkSync("/nowhere", worktreeOf(scratch));
+    assertEquals((await tickBeside(scratch)).json.reason, null);
+    assertInWorktree(scratch);
+  });
+  await t.step("a link to the project", async () => {
+    using scratch = makeLoopScratch();
+    Deno.symlinkSync(scratch.project, worktreeOf(scratch));
+    assertEquals((await tickBeside(scratch)).json.reason, null);
+    assertInWorktree(scratch);
+  });
+});
+
+Deno.test("a worktree that was deleted is made again from its branch", async () => {
+  using scratch = makeLoopScratch({
+    implement: "echo x >>work.txt; git add work.txt; git commit -qm w",
+  });
+  await tick(scratch);
+  Deno.removeSync(worktreeOf(scratch), { recursive: true });
+  assertEquals((await tickBeside(scratch)).json.reason, null);
+  assertInWorktree(scratch, 2);
+});
+
+Deno.test("a worktree whose .git file is gone is moved aside and made again", async () => {
+  using scratch = makeLoopScratch({
+    implement: "echo x >>work.txt; git add work.txt; git commit -qm w",
+  });
   await tick(scratch);
   Deno.removeSync(join(worktreeOf(scratch), ".git"));
-  writeFile(join(worktreeOf(scratch), "unsaved.txt"), "kept\n");
-  const { json } = await tick(scratch);
-  assertEquals(json.reason, null);
-  const aside = [...Deno.readDirSync(loopDir(scratch, LOOP))].find(({ name }) =>
-    name.startsWith("worktree.")
-  )!;
-  const kept = join(loopDir(scratch, LOOP), aside.name, "unsaved.txt");
-  assertEquals(Deno.readTextFileSync(kept), "kept\n");
-  assertEquals(git(scratch, worktreeOf(scratch), "rev-parse", "--is-inside-work-tree"), "true");
+  const { json } = await tickBeside(scratch);
+  assertEquals(json.reason, null, json.message ?? "");
+  assertInWorktree(scratch, 2);
 });
 
-Deno.test("a worktree that is registered but missing is pruned and made again on its branch", async () => {
-  using scratch = makeLoopScratch({ config: { blast_radius: { commit: "on_pass" } } });
-  await tick(scratch);
-  const commit = git(scratch, worktreeOf(scratch), "rev-parse", "HEAD");
-  Deno.removeSync(worktreeOf(scratch), { recursive: true });
-  const { json } = await tick(scratch);
-  assertEquals([json.reason, json.tick], [null, 2]);
-  git(scratch, worktreeOf(scratch), "merge-base", "--is-ancestor", commit, "HEAD");
-  assertEquals(git(scratch, scratch.project, "worktree", "list").split("\n").length, 2);
-});
-
-Deno.test("a worktree that is missing and locked is left to the person who locked it", async () => {
+Deno.test("a worktree that is locked and missing stops the tick", async () => {
   using scratch = makeLoopScratch();
   await tick(scratch);
   git(scratch, scratch.project, "worktree", "lock", "--reason", "on a stick", worktreeOf(scratch));
   Deno.removeSync(worktreeOf(scratch), { recursive: true });
-  const before = describeCheckout(scratch);
-  const { json } = await tick(scratch);
-  assertEquals(json.reason, "worktree_failed");
-  assertStringIncludes(json.message!, "on a stick");
-  assertStringIncludes(json.message!, "git worktree unlock");
-  assertEquals(describeCheckout(scratch), before);
-  assertStringIncludes(git(scratch, scratch.project, "worktree", "list"), "locked");
+  const { json } = await tickBeside(scratch);
+  assertEquals([json.reason, json.ok], ["worktree_failed", false]);
+  assertMatch(json.message ?? "", /on a stick.*git worktree unlock/);
+  assertEquals(readJournal(scratch).length, 2);
 });
 
-Deno.test("a worktree that is locked and there is used", async () => {
-  using scratch = makeLoopScratch();
-  await tick(scratch);
-  git(scratch, scratch.project, "worktree", "lock", worktreeOf(scratch));
-  assertEquals((await tick(scratch)).json.reason, null);
-});
-
-Deno.test("a worktree that an agent has left on another branch is used, with a warning", async () => {
-  using scratch = makeLoopScratch({ implement: "git switch -q -c elsewhere && echo x >work.txt" });
-  await tick(scratch);
-  const { json } = await tick(scratch);
-  assertStringIncludes(json.warnings.join(), "the worktree is on elsewhere, not on loop/night");
-});
-
-Deno.test("a repository without a commit skips the tick and says what to do", async () => {
-  using scratch = makeScratch();
-  git(scratch, scratch.project, "init", "--quiet");
-  makeLoop(scratch, { isRepository: false });
-  const { json } = await tick(scratch);
-  assertEquals(json.reason, "worktree_failed");
-  assertEquals(json.message, "the repository has no commit yet: make the first one");
-  assertEquals(readJournal(scratch), []);
-});
-
-Deno.test("a detached HEAD is the base, without a branch", async () => {
-  using scratch = makeLoopScratch();
-  git(scratch, scratch.project, "checkout", "--quiet", "--detach");
-  const before = describeCheckout(scratch);
-  const { json } = await tick(scratch);
-  assertEquals(json.reason, null);
-  const { base_branch, base_commit } = readState(scratch);
-  assertEquals([base_branch, base_commit], [null, before.head]);
-  assertEquals(describeCheckout(scratch), before);
-});
-
-for (const branch of ["master", "trunk", "größe/émile", "release-1.0"]) {
-  Deno.test(`the branch that is checked out is the base, whatever its name: ${branch}`, async () => {
+Deno.test("what keeps git from making the worktree is told in its words, and nothing is run", async (t) => {
+  await t.step("a repository without a commit", async () => {
+    using scratch = makeScratch();
+    git(scratch, scratch.project, "init", "-q");
+    writeTask(scratch, TASK, "implement", { loop: LOOP });
+    writeLoop(scratch, LOOP, {
+      work_source: { kind: "single" },
+      harness: { command: ["touch", "ran"] },
+    }, {
+      current_task: TASK,
+    });
+    const { json } = await tick(scratch);
+    assertEquals(json.reason, "worktree_failed");
+    assertMatch(json.message ?? "", /no commit/);
+    assert(!existsSync(join(scratch.project, "ran")));
+  });
+  await t.step("a branch that is checked out elsewhere", async () => {
     using scratch = makeLoopScratch();
-    git(scratch, scratch.project, "branch", "-m", branch);
-    assertEquals((await tick(scratch)).json.reason, null);
-    assertEquals(readState(scratch).base_branch, branch);
+    git(scratch, scratch.project, "checkout", "-q", "-b", `loop/${LOOP}`);
+    const { json } = await tickBeside(scratch);
+    assertEquals(json.reason, "worktree_failed");
+    assertMatch(json.message ?? "", /already checked out|already used/);
+    assertEquals(readJournal(scratch), []);
   });
-}
-
-Deno.test("origin/HEAD goes before the branch that is checked out", async () => {
-  using scratch = makeScratch();
-  const upstream = join(scratch.dir, "upstream");
-  makeRepository(scratch, upstream);
-  const published = git(scratch, upstream, "rev-parse", "HEAD");
-  Deno.removeSync(scratch.project, { recursive: true });
-  git(scratch, scratch.dir, "clone", "--quiet", upstream, scratch.project);
-  writeFile(join(scratch.project, "local.txt"), "not pushed\n");
-  git(scratch, scratch.project, "add", "local.txt");
-  git(scratch, scratch.project, "commit", "-qm", "local");
-  makeLoop(scratch, { isRepository: false });
-  assertEquals((await tick(scratch)).json.reason, null);
-  const { base_branch, base_commit } = readState(scratch);
-  assertEquals([base_branch, base_commit], ["origin/main", published]);
+  await t.step("a branch in the way of its name", async () => {
+    using scratch = makeLoopScratch();
+    git(scratch, scratch.project, "branch", "loop");
+    const { json } = await tickBeside(scratch);
+    assertEquals(json.reason, "worktree_failed");
+    assertMatch(json.message ?? "", /loop/);
+  });
+  await t.step("a repository that belongs to somebody else", async () => {
+    if (Deno.uid() !== 0) return; // Only root can give a folder away.
+    using scratch = makeLoopScratch();
+    new Deno.Command("chown", {
+      args: ["-R", "nobody", join(scratch.project, ".git"), scratch.project],
+    }).outputSync();
+    const { json } = await tick(scratch);
+    assertEquals(json.reason, "worktree_failed");
+    assertMatch(json.message ?? "", /dubious ownership|safe\.directory/);
+  });
 });
 
-Deno.test("an origin/HEAD that leads nowhere is passed over", async () => {
-  using scratch = makeLoopScratch();
-  git(
-    scratch,
-    scratch.project,
-    "symbolic-ref",
-    "refs/remotes/origin/HEAD",
-    "refs/remotes/origin/gone",
+Deno.test("without git the harness works in the project itself, with a warning", async (t) => {
+  await t.step("not a repository", async () => {
+    using scratch = makeLoopScratch({ isRepository: false });
+    const { json } = await tick(scratch);
+    assertEquals(json.verdict?.pass, true);
+    assertMatch(json.warnings.join(), /no git repository/);
+    assert(existsSync(join(scratch.project, "work.txt")));
+    assertEquals(readState(scratch).worktree_path, null);
+  });
+  await t.step("no git on PATH", async () => {
+    using scratch = makeLoopScratch({ isRepository: false });
+    for (const name of ["sh", "sed", "tail", "head", "cat", "grep"]) {
+      Deno.symlinkSync(`/bin/${name}`, join(scratch.bin, name));
+    }
+    const { json } = await tick(scratch, [], { env: { PATH: scratch.bin } });
+    assertEquals(json.verdict?.pass, true, json.message ?? "");
+    assertMatch(json.warnings.join(), /git cannot be run/);
+  });
+  await t.step("not wanted", async () => {
+    using scratch = makeLoopScratch({ config: { blast_radius: { worktree: false } } });
+    const { json } = await tick(scratch);
+    assertEquals(json.warnings.filter((line) => line.includes("worktree")), []);
+    assert(existsSync(join(scratch.project, "work.txt")));
+    assert(!existsSync(worktreeOf(scratch)));
+    assertEquals(git(scratch, scratch.project, "branch", "--list", "loop/*"), "");
+  });
+});
+
+Deno.test("without a worktree the changes of this tick are shown, committed or not", async () => {
+  using scratch = makeLoopScratch({
+    implement: "echo first >a; git add a; git commit -qm a; echo second >b",
+    config: { blast_radius: { worktree: false } },
+  });
+  await tick(scratch);
+  const prompt = Deno.readTextFileSync(outputOf(scratch, "tick1-verify-prompt.md"));
+  for (const line of ["+first", "+second"]) assertStringIncludes(prompt, line);
+});
+
+Deno.test("submodules are filled in the worktree, and a verifier's change in one is noticed", async (t) => {
+  const makeWithSubmodule = (plan: Parameters<typeof makeLoopScratch>[0]) => {
+    const scratch = makeLoopScratch(plan);
+    const library = join(scratch.dir, "library");
+    makeRepository(scratch, library, { "lib.txt": "library\n" });
+    git(scratch, scratch.project, "submodule", "--quiet", "add", library, "lib");
+    git(scratch, scratch.project, "commit", "-q", "-m", "submodule");
+    return scratch;
+  };
+  await t.step("filled", async () => {
+    using scratch = makeWithSubmodule({
+      implement: "cat lib/lib.txt >work.txt; echo more >>lib/lib.txt",
+    });
+    assertEquals((await tickBeside(scratch)).json.verdict?.pass, true);
+    assertEquals(Deno.readTextFileSync(join(worktreeOf(scratch), "work.txt")), "library\n");
+    assertStringIncludes(
+      Deno.readTextFileSync(outputOf(scratch, "tick1-verify-prompt.md")),
+      "+more",
+    );
+    assertEquals(Deno.readTextFileSync(join(scratch.project, "lib/lib.txt")), "library\n");
+  });
+  await t.step("changed by the verifier", async () => {
+    using scratch = makeWithSubmodule({ verify: "echo sneaked >>lib/lib.txt; verdict true 1" });
+    assertEquals((await tickBeside(scratch)).json.verdict?.pass, false);
+  });
+});
+
+Deno.test("a repository within the worktree does not hide the other changes", async () => {
+  using scratch = makeLoopScratch({
+    implement: "echo seen >seen.txt; git init -q inner; echo x >inner/x",
+    verify: "echo sneaked >>seen.txt; verdict true 1",
+  });
+  const { json } = await tickBeside(scratch);
+  assertStringIncludes(Deno.readTextFileSync(outputOf(scratch, "tick1-verify-prompt.md")), "+seen");
+  assertEquals(json.verdict?.pass, false);
+});
+
+Deno.test("a project may be reached by a link, lie in a repository's folder, or hold odd characters", async (t) => {
+  await t.step("a link", async () => {
+    using scratch = makeLoopScratch();
+    const link = join(scratch.dir, "link");
+    Deno.symlinkSync(scratch.project, link);
+    for (const count of [1, 2]) {
+      const { json } = await tick(scratch, ["--project", link], { cwd: scratch.dir });
+      assertEquals(json.reason, null, json.message ?? "");
+      assertInWorktree(scratch, count);
+    }
+    await tick(scratch);
+    assertInWorktree(scratch, 3);
+    assertEquals(git(scratch, scratch.project, "worktree", "list").split("\n").length, 2);
+  });
+  await t.step("a folder of the repository", async () => {
+    using scratch = makeScratch("repository/deep/project");
+    const top = join(scratch.dir, "repository");
+    makeRepository(scratch, top, { "deep/project/a.txt": "a\n", ".gitignore": ".automaton/\n" });
+    writeTask(scratch, TASK, "implement", { loop: LOOP });
+    writeLoop(scratch, LOOP, { work_source: { kind: "single" }, harness: { command: HARNESS } }, {
+      current_task: TASK,
+    });
+    const { json } = await tickBeside(scratch, top);
+    assertEquals(json.verdict?.pass, true, json.message ?? "");
+    assertInWorktree(scratch);
+    assert(existsSync(join(worktreeOf(scratch), "deep/project/a.txt")));
+  });
+  for (
+    const name of [
+      "a b",
+      'quo\'te "d"',
+      "100%s $HOME `id`",
+      "-rf",
+      "caf\u00e9 \u4fee",
+      "a:b",
+      "a\\b;c&d",
+    ]
+  ) {
+    await t.step(name, async () => {
+      using scratch = makeLoopScratch({
+        orchestrate: "step code_review",
+        implement: 'printf "%s\\n" "$PWD" >>work.txt',
+      }, name);
+      const { json } = await tickBeside(scratch);
+      assertEquals([json.reason, json.next_phase], [null, "code_review"], json.message ?? "");
+      assertEquals(
+        Deno.readTextFileSync(join(worktreeOf(scratch), "work.txt")),
+        `${worktreeOf(scratch)}\n`,
+      );
+      assertStringIncludes(
+        Deno.readTextFileSync(outputOf(scratch, "tick1-verify-prompt.md")),
+        "work.txt",
+      );
+    });
+  }
+});
+
+Deno.test("files with odd names reach the verifier, and the drift check knows them", async () => {
+  using scratch = makeLoopScratch({
+    implement:
+      "mkdir -p src; echo x >'src/a b'; echo x >'src/caf\u00e9'; echo x >\"src/q'q\"; echo x >src/-n",
+    config: { blast_radius: { file_scope: ["src"] } },
+  });
+  await tickBeside(scratch);
+  const prompt = Deno.readTextFileSync(outputOf(scratch, "tick1-verify-prompt.md"));
+  for (const name of ["src/a b", "src/caf\u00e9", "src/q'q", "src/-n"]) {
+    assertStringIncludes(prompt, name);
+  }
+  assertEquals((await tickBeside(scratch)).json.reason, null);
+});
+
+Deno.test("git's own settings of a person do not change what a verifier sees", async () => {
+  using scratch = makeLoopScratch({ implement: "echo plain >work.txt" });
+  const differ = join(scratch.bin, "differ");
+  writeScript(differ, "#!/bin/sh\necho hidden\n");
+  for (
+    const [name, value] of [
+      ["diff.external", differ],
+      ["color.ui", "always"],
+      ["diff.noprefix", "true"],
+      ["core.pager", "false"],
+      ["core.fsmonitor", "true"],
+      ["commit.gpgsign", "true"],
+      ["core.hooksPath", "/nowhere"],
+    ] as const
+  ) git(scratch, scratch.project, "config", name, value);
+  const { json } = await tickBeside(scratch);
+  assertEquals(json.verdict?.pass, true, json.message ?? "");
+  const prompt = Deno.readTextFileSync(outputOf(scratch, "tick1-verify-prompt.md"));
+  assertStringIncludes(prompt, "\n+plain");
+  assert(!prompt.includes("\u001b["));
+});
+
+Deno.test("the repository does not grow by what a tick only looks at", async () => {
+  using scratch = makeLoopScratch({
+    implement: "echo '*.bin' >>.gitignore; echo unique-content >new.txt",
+    config: {
+      blast_radius: { commit: "never" },
+    },
+  });
+  const count = () => git(scratch, scratch.project, "count-objects", "-v");
+  await tick(scratch);
+  const before = count();
+  await tick(scratch);
+  assertEquals(count(), before);
+  assertEquals(
+    [...Deno.readDirSync(loopDir(scratch, LOOP))].filter(({ name }) =>
+      name.startsWith(".snapshot")
+    ),
+    [],
   );
-  assertEquals((await tick(scratch)).json.reason, null);
-  assertEquals(readState(scratch).base_branch, "main");
 });
 
-Deno.test("blast_radius.base names the base", async () => {
-  using scratch = makeLoopScratch({ config: { blast_radius: { base: "stable" } } });
-  git(scratch, scratch.project, "branch", "stable");
-  writeFile(join(scratch.project, "new.txt"), "new\n");
-  git(scratch, scratch.project, "add", "new.txt");
-  git(scratch, scratch.project, "commit", "-qm", "new");
-  assertEquals((await tick(scratch)).json.reason, null);
-  const { base_branch, base_commit } = readState(scratch);
-  const stable = git(scratch, scratch.project, "rev-parse", "stable");
-  assertEquals([base_branch, base_commit], ["stable", stable]);
-});
-
-Deno.test("a blast_radius.base that is no branch skips the tick and names it", async () => {
-  using scratch = makeLoopScratch({ config: { blast_radius: { base: "nowhere" } } });
-  const { json } = await tick(scratch);
-  assertEquals(json.reason, "worktree_failed");
-  assertStringIncludes(json.message!, '"nowhere" is no branch of this repository');
-});
-
-Deno.test("submodules are filled in a new worktree and in one where they are empty", async () => {
-  using scratch = makeScratch();
-  const inner = join(scratch.dir, "inner");
-  makeRepository(scratch, inner, { "inner.txt": "inner\n" });
-  makeRepository(scratch, scratch.project, {
-    "README.md": "outer\n",
-    ".gitignore": ".automaton/\n",
-  });
-  git(scratch, scratch.project, "submodule", "--quiet", "add", inner, "lib/inner");
-  git(scratch, scratch.project, "commit", "-qm", "with a submodule");
-  makeLoop(scratch, {
-    isRepository: false,
+Deno.test("merging the base in later does not make its changes the loop's", async () => {
+  using scratch = makeLoopScratch({
+    implement: "git merge -q --no-edit main >/dev/null 2>&1; echo mine >>work.txt",
     config: { blast_radius: { file_scope: ["work.txt"] } },
   });
-  const file = join(worktreeOf(scratch), "lib/inner/inner.txt");
-  assertEquals((await tick(scratch)).json.reason, null);
-  assertEquals(Deno.readTextFileSync(file), "inner\n");
-  git(scratch, worktreeOf(scratch), "submodule", "--quiet", "deinit", "--force", "lib/inner");
-  assertEquals((await tick(scratch)).json.reason, null);
-  assertEquals(Deno.readTextFileSync(file), "inner\n");
-});
-
-Deno.test("a submodule that cannot be had skips the tick with git's words", async () => {
-  using scratch = makeScratch();
-  const inner = join(scratch.dir, "inner");
-  makeRepository(scratch, inner);
-  makeRepository(scratch, scratch.project, {
-    "README.md": "outer\n",
-    ".gitignore": ".automaton/\n",
-  });
-  git(scratch, scratch.project, "submodule", "--quiet", "add", inner, "inner");
-  git(scratch, scratch.project, "commit", "-qm", "with a submodule");
-  Deno.removeSync(join(scratch.project, ".git/modules/inner"), { recursive: true });
-  Deno.renameSync(inner, `${inner}.gone`);
-  makeLoop(scratch, { isRepository: false });
-  const { json } = await tick(scratch);
-  assertEquals(json.reason, "worktree_failed");
-  assertMatch(json.message!, /git submodule update.*(clone|repository)/s);
-  assertEquals(readJournal(scratch), []);
-});
-
-Deno.test("a project behind a symbolic link is the same project", async () => {
-  using scratch = makeLoopScratch();
-  const link = join(scratch.dir, "link");
-  Deno.symlinkSync(scratch.project, link);
-  assertEquals((await tick(scratch, ["--project", link])).json.reason, null);
-  assertEquals((await tick(scratch)).json.warnings, []);
-  assertEquals((await tick(scratch, [], { cwd: link })).json.tick, 3);
-  assertEquals(readState(scratch).worktree_path, worktreeOf(scratch));
-  assertEquals(git(scratch, scratch.project, "worktree", "list").split("\n").length, 2);
-});
-
-Deno.test("a project in a folder of a repository works, and its worktrees stay out of sight", async () => {
-  using scratch = makeScratch("repo/a project");
-  const top = join(scratch.dir, "repo");
-  makeRepository(scratch, top);
-  makeLoop(scratch, { isRepository: false });
-  assertEquals((await tick(scratch)).json.reason, null);
-  assert(Deno.statSync(join(worktreeOf(scratch), "README.md")).isFile);
-  const exclude = Deno.readTextFileSync(join(top, ".git/info/exclude"));
-  assertStringIncludes(exclude, "**/.automaton/loops/*/worktree\n");
-  const status = git(scratch, top, "status", "--porcelain", "--untracked-files=all");
-  assert(!status.includes("worktree/"), status);
-});
-
-Deno.test("a project that is itself a worktree gets one of its own", async () => {
-  using scratch = makeScratch("linked");
-  const top = join(scratch.dir, "top");
-  makeRepository(scratch, top, { "README.md": "x\n", ".gitignore": ".automaton/\n" });
-  Deno.removeSync(scratch.project, { recursive: true });
-  git(scratch, top, "worktree", "add", "-q", "-b", "side", scratch.project);
-  makeLoop(scratch, { isRepository: false });
-  assertEquals((await tick(scratch)).json.reason, null);
-  assertEquals(readState(scratch).base_branch, "side");
-  assertEquals(git(scratch, top, "worktree", "list").split("\n").length, 3);
-});
-
-Deno.test("outside of git the harness works in the project itself, and a warning says so", async () => {
-  using scratch = makeLoopScratch({ isRepository: false });
-  const { json } = await tick(scratch);
-  assertEquals(json.reason, null);
-  assertStringIncludes(json.warnings.join(), "the project is no git repository");
-  assert(Deno.statSync(join(scratch.project, "work.txt")).isFile);
-  assertEquals(readState(scratch).worktree_path, null);
-  assert(readLog(scratch, LOOP).some((line) => line.event === "WARNING"));
-});
-
-Deno.test("without git on PATH the harness works in the project itself, and a warning says so", async () => {
-  using scratch = makeLoopScratch({ isRepository: false });
-  for (const tool of ["sh", "cat", "grep", "sed", "tail", "head", "env"]) {
-    const { stdout } = new Deno.Command("which", { args: [tool] }).outputSync();
-    Deno.symlinkSync(new TextDecoder().decode(stdout).trim(), join(scratch.bin, tool));
-  }
-  const { json } = await tick(scratch, [], { env: { PATH: scratch.bin } });
-  assertEquals(json.reason, null);
-  assertMatch(json.warnings.join(), /git cannot be run .*works in the project itself/);
-});
-
-Deno.test("a repository that git refuses to use skips the tick with git's words, and nothing runs in it", async () => {
-  using scratch = makeLoopScratch();
-  writeFile(join(scratch.project, ".git/config"), "[core\nbroken\n");
-  const { json } = await tick(scratch);
-  assertEquals(json.reason, "worktree_failed");
-  assertStringIncludes(json.message!, "config");
-  assertEquals(readJournal(scratch), []);
-});
-
-Deno.test("a bare repository in the project's place skips the tick, and nothing runs in it", async () => {
-  using scratch = makeScratch();
-  git(scratch, scratch.project, "init", "--quiet", "--bare");
-  makeLoop(scratch, { isRepository: false });
-  const { json } = await tick(scratch);
-  assertEquals(json.reason, "worktree_failed");
-  assertEquals(readJournal(scratch), []);
-});
-
-Deno.test("a hook that fails after the checkout is told in git's words, and the next tick goes on", async () => {
-  using scratch = makeLoopScratch();
-  writeScript(
-    join(scratch.project, ".git/hooks/post-checkout"),
-    "#!/bin/sh\necho no room >&2\nexit 1\n",
-  );
-  const first = await tick(scratch);
-  assertEquals(first.json.reason, "worktree_failed");
-  assertStringIncludes(first.json.message!, "no room");
-  assertEquals((await tick(scratch)).json.reason, null);
-});
-
-Deno.test("variables of a git hook that starts a tick do not lead it to another repository", async () => {
-  using scratch = makeLoopScratch();
-  const other = join(scratch.dir, "other");
-  makeRepository(scratch, other);
-  const env = {
-    GIT_DIR: join(other, ".git"),
-    GIT_WORK_TREE: other,
-    GIT_INDEX_FILE: join(other, "index"),
-  };
-  assertEquals((await tick(scratch, [], { env })).json.reason, null);
-  assertEquals(listBranches(scratch, other), ["main"]);
-  assertEquals(listBranches(scratch), [`loop/${LOOP}`, "main"]);
-});
-
-Deno.test("--no-worktree lets the harness work in the project, without a branch", async () => {
-  using scratch = makeLoopScratch({ config: { blast_radius: { worktree: false } } });
-  assertEquals((await tick(scratch)).json.warnings, []);
-  assert(Deno.statSync(join(scratch.project, "work.txt")).isFile);
-  assertEquals(listBranches(scratch), ["main"]);
-  assertEquals(readState(scratch).worktree_path, null);
-});
-
-Deno.test("loops of one project have a worktree each", async () => {
-  using scratch = makeLoopScratch();
-  writeTask(scratch, "second", "implement", { loop: "day" });
-  writeLoop(scratch, "day", { work_source: { kind: "single" }, harness: { command: HARNESS } }, {
-    current_task: "second",
-  });
   await tick(scratch);
-  const { json } = await tick(scratch, ["--loop", "day"]);
-  assertEquals([json.loop, json.task, json.reason], ["day", "second", null]);
-  assertEquals(listBranches(scratch), ["loop/day", `loop/${LOOP}`, "main"]);
-  assertEquals(basename(readState(scratch).worktree_path as string), "worktree");
-  assertEquals(readState(scratch).current_task, TASK);
-});
-
-Deno.test("an agent that works in the person's checkout is noticed", async () => {
-  using scratch = makeLoopScratch({ implement: 'echo astray >"$AUTOMATON_PROJECT/astray.txt"' });
-  const { json } = await tick(scratch);
-  assertStringIncludes(
-    json.warnings.join(),
-    "the project's own checkout changed while implement was at work",
-  );
+  writeFile(join(scratch.project, "theirs.txt"), "of the person\n");
+  git(scratch, scratch.project, "add", "theirs.txt");
+  git(scratch, scratch.project, "commit", "-q", "-m", "theirs");
+  for (let count = 0; count < 2; count++) {
+    const { json } = await tickBeside(scratch);
+    assertEquals(json.reason, null, json.message ?? "");
+  }
+  assert(existsSync(join(worktreeOf(scratch), "theirs.txt")));
+  const prompt = Deno.readTextFileSync(outputOf(scratch, "tick3-verify-prompt.md"));
+  assert(!prompt.includes("+of the person"), prompt);
 });

@@ -410,7 +410,8 @@ Deno.test("what a session cost is added to a sum that can be read, and to no oth
       assertEquals(readJson(path), after);
     });
   }
-  for (const cost of ["", "[]", "7", '{"total_usd": "2"}', '{"total_usd": -1}', '{"total_u']) {
+  const damaged = ["[]", '{"total_usd": "2"}', "", "7", '{"total_usd": -1}', '{"total_u'];
+  for (const cost of damaged.slice(0, IS_FULL ? damaged.length : 2)) {
     await t.step(`a damaged sum: ${cost}`, async () => {
       using scratch = makeProject();
       const config = { ...LOOP_CONFIG, brakes: {} };

@@ -9,6 +9,7 @@ import { existsSync } from "@std/fs";
 import { join } from "@std/path";
 import { parseLoopState, parseTaskState, type TaskState } from "../../scripts/status.ts";
 import { git, poll, type Scratch } from "../helpers.ts";
+import type { Loss, Row } from "./losses.ts";
 
 /** True in the long run, `tests/run --faults`. */
 export const IS_FULL = Deno.env.get("AUTOMATON_FAULTS") === "full";
@@ -55,26 +56,6 @@ export class Random {
   }
 }
 
-/** What must not happen, whatever the fault. */
-export type Loss = "states lost" | "wrong passes" | "processes left" | "stuck locks" | "other";
-
-/** The columns of the table, in order. */
-export const LOSSES: readonly Loss[] = [
-  "states lost",
-  "wrong passes",
-  "processes left",
-  "stuck locks",
-  "other",
-];
-
-/** One line of the record. */
-export interface Row {
-  readonly kind: string;
-  readonly seed: number;
-  readonly tried: number;
-  readonly losses: Readonly<Partial<Record<Loss, number>>>;
-}
-
 /** Counts what one kind of fault came to. */
 export class Tally {
   tried = 0;
@@ -92,13 +73,18 @@ export class Tally {
     if (!holds) this.lose(loss, typeof what === "string" ? what : what());
   }
 
-  /** Writes the line of the table; throws with all that went wrong, and the seed to repeat it. */
-  close(): void {
+  /**
+   * Writes the line of the table; throws with all that went wrong, and the seed to repeat it.
+   *
+   * @param record The file that gets the line; null for none.
+   */
+  close(record: string | null = Deno.env.get("AUTOMATON_FAULT_RECORD") || null): void {
     const losses: Partial<Record<Loss, number>> = {};
     for (const { loss } of this.#losses) losses[loss] = (losses[loss] ?? 0) + 1;
     const row: Row = { kind: this.kind, seed: SEED, tried: this.tried, losses };
-    const record = Deno.env.get("AUTOMATON_FAULT_RECORD");
-    if (record) Deno.writeTextFileSync(record, `${JSON.stringify(row)}\n`, { append: true });
+    if (record !== null) {
+      Deno.writeTextFileSync(record, `${JSON.stringify(row)}\n`, { append: true });
+    }
     if (this.tried === 0) throw new Error(`${this.kind}: nothing was tried`);
     if (this.#losses.length === 0) return;
     const shown = this.#losses.slice(0, 20).map(({ loss, what }) => `- ${loss}: ${what}`);

@@ -94,6 +94,38 @@ Deno.test("parseNvidiaSmi() gives a GPU that shares the machine's memory what is
   assertEquals(brief(blind.devices[0])[1], "not told");
 });
 
+Deno.test("parseNvidiaSmi() knows by name which GPUs have no memory of their own", () => {
+  const kindOf = (name: string) => {
+    const row = `0, GPU-0f1e2d3c, ${name}, 8192, 4096`;
+    return parseNvidiaSmi(printed(row), null, HOST).devices[0]?.kind;
+  };
+  const unified = ["NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)", "NVIDIA Jetson AGX Orin"];
+  assertEquals(unified.map(kindOf), Array(4).fill("integrated"));
+  const own = ["NVIDIA GB100", "NVIDIA GB200", "NVIDIA GH200 480GB", "NVIDIA Thorium"];
+  assertEquals(own.map(kindOf), Array(4).fill("discrete"));
+});
+
+Deno.test("parseNvidiaSmi() reads names with commas, and a card that is listed twice once", () => {
+  const rows = "0, GPU-aa, NVIDIA A, B, C, 8192, 4096\r\n0, GPU-aa, NVIDIA A, B, C, 8192, 4096\r\n";
+  const { devices } = parseNvidiaSmi(printed(rows), null, HOST);
+  assertEquals(devices.map((device) => [device.name, device.free_bytes]), [
+    ["NVIDIA A, B, C", 4 * GIB],
+  ]);
+});
+
+Deno.test("parseNvidiaSmi() does not let a card that has failed hide the others, nor be forgotten", () => {
+  const words = "Unable to determine the device handle for GPU0000:02:00.0: Unknown Error";
+  const rows = `0, GPU-aa, NVIDIA A, 8192, 4096\n${words}\n`;
+  for (const code of [0, 15]) {
+    const { state, devices } = parseNvidiaSmi(printed(rows, code), null, HOST);
+    assertEquals([state, ...devices.map(brief)], [
+      "found",
+      ["discrete", 4096, 8192],
+      ["discrete", `nvidia-smi says: ${words}`, null],
+    ]);
+  }
+});
+
 Deno.test("parseNvidiaSmi() repeats the words of a driver that fails, and knows no cards then", () => {
   const cases: [ProbeOutput, string, RegExp][] = [
     [
@@ -134,7 +166,16 @@ Deno.test("parseNvidiaSmi() honours CUDA_VISIBLE_DEVICES: indexes, uuids, order,
     "absent",
     "absent",
   ]);
-  assertEquals(shown("MIG-3f2a").state, "unknown");
+  // Blanks are allowed, three letters of a uuid are not enough, and a uuid is no index.
+  assertEquals(frees(" 1 , 0 "), [11754, 23802]);
+  assertEquals(frees("GPU"), []);
+  assertEquals(frees("GPU-"), [23802]);
+  const mig = shown("MIG-3f2a");
+  assertEquals([mig.state, mig.reason], [
+    "unknown",
+    "CUDA_VISIBLE_DEVICES lists MIG-3f2a, whose memory is not known",
+  ]);
+  assertEquals(shown("7").reason, "CUDA_VISIBLE_DEVICES hides all");
 });
 
 Deno.test("parseAmdSysfs() reads a card of its own, and an APU together with the machine's memory", () => {
@@ -158,6 +199,43 @@ Deno.test("parseAmdSysfs() reads a card of its own, and an APU together with the
   const tight = readingOf(128 * GIB, 10 * GIB);
   assertEquals(brief(parseAmdSysfs(apu, null, tight).devices[0])[1], 10 * 1024 + 384);
   assertEquals(brief(parseAmdSysfs(apu, null, BLIND).devices[0])[1], "not told");
+});
+
+/** An AMD card of so many bytes, none of them used; of what it may borrow `gttUsed` are. */
+function amdCard(vram: number, gtt: number, gttUsed = 0): DeviceReport | undefined {
+  const root = "/sys/class/drm/card0/device";
+  const files = new Map([
+    [`${root}/vendor`, "0x1002"],
+    [`${root}/mem_info_vram_total`, `${vram}`],
+    [`${root}/mem_info_vram_used`, "0"],
+    [`${root}/mem_info_gtt_total`, `${gtt}`],
+    [`${root}/mem_info_gtt_used`, `${gttUsed}`],
+  ]);
+  return parseAmdSysfs(files, null, HOST).devices[0];
+}
+
+Deno.test("parseAmdSysfs() takes a card for an APU from 8 GiB and four times its own 4 GiB on", () => {
+  const kind = (vram: number, gtt: number) => amdCard(vram, gtt)?.kind;
+  assertEquals(kind(4 * GIB, 16 * GIB), "integrated");
+  assertEquals(kind(4 * GIB, 16 * GIB - 1), "discrete");
+  assertEquals(kind(4 * GIB + 1, 64 * GIB), "discrete");
+  assertEquals(kind(GIB, 8 * GIB), "integrated");
+  assertEquals(kind(GIB, 8 * GIB - 1), "discrete");
+  // What is borrowed already is not free.
+  assertEquals(amdCard(GIB, 32 * GIB, 12 * GIB)?.free_bytes, 21 * GIB);
+});
+
+Deno.test("parseAmdSysfs() does not guess which card a uuid means", () => {
+  const card = facts("linux-amd-discrete.txt");
+  const { state, reason } = parseAmdSysfs(card, {
+    variable: "ROCR_VISIBLE_DEVICES",
+    list: "GPU-1f",
+  }, HOST);
+  assertEquals([state, reason], [
+    "unknown",
+    "ROCR_VISIBLE_DEVICES lists GPU-1f, whose memory is not known",
+  ]);
+  assertEquals(parseAmdSysfs(card, hip("0"), HOST).devices.length, 1);
 });
 
 Deno.test("parseAmdSysfs() does not know the memory of a card whose numbers are missing or absurd", () => {
@@ -280,6 +358,47 @@ Deno.test("parseHostMemory() takes what is available, not what is free, and cuts
   assertEquals(v1.free_bytes, 8 * GIB - (6 * GIB - 3 * GIB));
 });
 
+/** A machine of 8 TiB, 6 of them available, in a control group of version 2 with these files. */
+function inGroup(group: Record<string, string>, folder = "/sys/fs/cgroup/a") {
+  const entries = Object.entries(group).map(([name, text]) => [`${folder}/${name}`, text] as const);
+  const tib = 2 ** 30;
+  const meminfo = `MemTotal: ${8 * tib} kB\nMemAvailable: ${6 * tib} kB`;
+  const host = parseHostMemory(new Map([["/proc/meminfo", meminfo], ...entries]));
+  return [host.free_bytes ?? host.unknown_reason, host.total_bytes];
+}
+
+Deno.test("parseHostMemory() minds a limit however large, and what is used above it", () => {
+  const tib = 2 ** 40;
+  assertEquals(inGroup({ "memory.max": `${4 * tib}`, "memory.current": "0" }), [4 * tib, 4 * tib]);
+  assertEquals(inGroup({ "memory.max": "max", "memory.current": "5" }), [6 * tib, 8 * tib]);
+  assertEquals(inGroup({ "memory.max": "5000", "memory.current": "6000" }), [0, 5000]);
+  // The cache cannot be more than what is used, whenever the two were read.
+  const stat = "inactive_anon 1\ninactive_file 9000";
+  const busy = { "memory.max": "5000", "memory.current": "4000", "memory.stat": stat };
+  assertEquals(inGroup(busy), [5000, 5000]);
+  assertEquals(inGroup({ "memory.max": "9" }), [
+    "the use of /sys/fs/cgroup/a is unreadable",
+    8 * tib,
+  ]);
+  // No limit: nobody needs to know what is used.
+  assertEquals(inGroup({ "memory.limit_in_bytes": "9223372036854771712" }), [6 * tib, 8 * tib]);
+});
+
+Deno.test("parseHostMemory() takes the tightest of nested groups", () => {
+  const groups = ["", "/a", "/a/b"].map((path) => `/sys/fs/cgroup/memory${path}`);
+  const files = groups.flatMap((folder, index) => [
+    [`${folder}/memory.limit_in_bytes`, `${[9000, 5000, 8000][index]}`] as const,
+    [`${folder}/memory.usage_in_bytes`, `${[1000, 500, 400][index]}`] as const,
+  ]);
+  const meminfo = "MemTotal: 64 kB\nMemAvailable: 32 kB";
+  const host = parseHostMemory(new Map([["/proc/meminfo", meminfo], ...files]));
+  assertEquals([host.free_bytes, host.total_bytes, host.note], [
+    4500,
+    5000,
+    "limited by control group /sys/fs/cgroup/memory/a",
+  ]);
+});
+
 Deno.test("parseHostMemory() does not guess where the kernel does not tell", () => {
   for (const meminfo of ["", "MemTotal: 1024 kB\nMemFree: 512 kB", "MemAvailable: 1024 kB"]) {
     const { free_bytes, unknown_reason } = parseHostMemory(new Map([["/proc/meminfo", meminfo]]));
@@ -391,6 +510,51 @@ Deno.test(
     assert(free > 0 && free <= total, `${free} of ${total}`);
   },
 );
+
+Deno.test("vram-detect says when the files of Linux cannot be read, and trusts a card all the same", async () => {
+  using scratch = makeScratch();
+  writeScript(join(scratch.bin, "sh"), "#!/bin/sh\necho broken >&2\nexit 3\n");
+  const { result, report } = await ask(scratch);
+  assertEquals(result.code, 1);
+  assertMatch(`${report.reason}`, /\/proc and \/sys could not be read: sh exited with 3: broken$/);
+  writeScript(
+    join(scratch.bin, "nvidia-smi"),
+    catSmi("nvidia-two-cards.txt"),
+  );
+  assertEquals(at((await ask(scratch)).report, "budget", "pool"), "discrete");
+});
+
+Deno.test("vram-detect does not measure a container of 512 MiB by the machine around it", async () => {
+  using scratch = makeScratch();
+  const name = join(scratch.dir, "facts.txt");
+  const group =
+    "==> /sys/fs/cgroup/memory.max\n536870912\n==> /sys/fs/cgroup/memory.current\n4096\n";
+  writeFile(name, `==> /proc/meminfo\nMemTotal: 65768180 kB\nMemAvailable: 58123456 kB\n${group}`);
+  writeScript(join(scratch.bin, "sh"), `#!/bin/sh\nexec cat '${name}'\n`);
+  const { result, report } = await ask(scratch);
+  assertEquals(result.code, 1);
+  assertMatch(`${report.reason}`, /does not fit: 256 tokens need .*, the budget is 0\.00 MiB$/);
+  assertEquals(at(report, "devices", 0, "note"), "limited by control group /sys/fs/cgroup");
+});
+
+Deno.test("vram-detect asks programs in English, and finds those that a scheduler's PATH lacks", async () => {
+  using scratch = makeScratch();
+  const smi = '#!/bin/sh\necho "$LC_ALL, $PATH"\nexit 7\n';
+  fakeMachine(scratch, { smi, linux: "linux-cgroup-v2.txt" });
+  const { report } = await ask(scratch, { LC_ALL: "de_DE.UTF-8", LANG: "de_DE.UTF-8" });
+  const path = `${scratch.env.PATH}:/usr/lib/wsl/lib:/opt/rocm/bin:/usr/sbin`;
+  assertStringIncludes(`${report.reason}`, `nvidia-smi exited with 7: C, ${path}`);
+});
+
+Deno.test("vram-detect honours ROCR_VISIBLE_DEVICES where HIP_VISIBLE_DEVICES is not set", async () => {
+  using scratch = makeScratch();
+  fakeMachine(scratch, { linux: "linux-cgroup-v2.txt" });
+  writeScript(join(scratch.bin, "rocm-smi"), catSmi("rocm-smi.txt"));
+  const { report } = await ask(scratch, { ROCR_VISIBLE_DEVICES: "1" });
+  assertEquals(at(report, "devices", 0, "name"), "AMD card1");
+  const env = { ROCR_VISIBLE_DEVICES: "1", HIP_VISIBLE_DEVICES: "0" };
+  assertEquals(at((await ask(scratch, env)).report, "devices", 0, "name"), "AMD card0");
+});
 
 Deno.test("vram-detect asks rocm-smi where sysfs does not tell", async () => {
   using scratch = makeScratch();

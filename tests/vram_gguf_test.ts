@@ -264,6 +264,75 @@ for (const [what, bytes, message] of DAMAGED) {
   });
 }
 
+/** A header of so many keys of so many letters, and of so many tensors that are zeros. */
+function headerOf({ keys = 0, tensors = 0, letters = 1 }): Uint8Array {
+  const writer = new GgufWriter();
+  writer.scalar("u32", 0x46554747);
+  writer.scalar("u32", 3);
+  writer.length(tensors);
+  writer.length(keys);
+  for (let index = 0; index < keys; index++) {
+    writer.text(`${index}`.padEnd(letters, "k"));
+    writer.value(true);
+  }
+  const head = writer.finish();
+  const whole = new Uint8Array(head.length + tensors);
+  whole.set(head);
+  return whole;
+}
+
+Deno.test("readGguf() holds to its limits, not one less and not one more", () => {
+  assertEquals(readBytes(headerOf({ keys: 4096 })).values.size, 4096);
+  assertMatch(refuse(headerOf({ keys: 4097 })), /: 4097 keys at offset 16$/);
+  assertEquals(readBytes(headerOf({ keys: 1, letters: 1024 })).values.size, 1);
+  assertMatch(refuse(headerOf({ keys: 1, letters: 1025 })), /a key of 1025 bytes/);
+  // As many tensors as are allowed are read until one of them is wrong.
+  assertMatch(refuse(headerOf({ tensors: 131072 })), /: a tensor's name of 0 bytes at offset 24$/);
+  assertMatch(refuse(headerOf({ tensors: 131073 })), /: 131073 tensors at offset 8$/);
+  const four = [{ ...ONE_TENSOR, shape: [2, 2, 2, 2] }];
+  assertEquals(readBytes(buildGguf({ metadata: [], tensors: four })).weightsBytes, 64);
+  const text = (length: number) =>
+    readBytes(buildGguf({ metadata: [["k", "x".repeat(length)]] })).values.get("k");
+  assertEquals([text(256), text(257)], ["x".repeat(256), null]);
+});
+
+Deno.test("readGguf() takes lengths up to 2^30 and counts up to 2^53 for what they are", () => {
+  const file = (length: number) =>
+    withValue((w) => (w.scalar("u32", 9), w.scalar("u32", 0), w.length(length)));
+  const grow = (bytes: Uint8Array) =>
+    readGguf({ ...sourceOf(bytes), sizeBytes: 2 ** 31 }, "test.gguf");
+  assertEquals(grow(file(2 ** 30)).values.get("k"), null);
+  assertThrows(() => grow(file(2 ** 30 + 1)), RefusedError, "is 1073741825, above 2^30");
+  assertMatch(refuse(file(2 ** 53 - 1)), /is 9007199254740991, above 2\^30/);
+  assertMatch(refuse(file(2 ** 53)), /is negative or above 2\^53/);
+});
+
+Deno.test("readGguf() takes an alignment of up to 1 MiB", () => {
+  const aligned = (value: number) =>
+    buildGguf({ metadata: [["general.alignment", value]], tensors: [ONE_TENSOR] });
+  const source = { ...sourceOf(aligned(2 ** 20)), sizeBytes: 2 ** 21 };
+  assertEquals(readGguf(source, "test.gguf").tensorCount, 1);
+  for (const value of [2 ** 21, 0, 3]) {
+    assertMatch(refuse(aligned(value)), new RegExp(`general\\.alignment of ${value} at`));
+  }
+  const text = buildGguf({ metadata: [["general.alignment", "x".repeat(300)]] });
+  assertMatch(refuse(text), /general\.alignment of null at/);
+});
+
+Deno.test("readGguf() counts what follows the last tensor beyond padding, from one alignment on", () => {
+  const whole = buildGguf({ metadata: [], tensors: [ONE_TENSOR] });
+  const longer = (bytes: number) => {
+    const copy = new Uint8Array(whole.length + bytes);
+    copy.set(whole);
+    const { weightsBytes, surplusBytes } = readBytes(copy);
+    return [weightsBytes, surplusBytes];
+  };
+  assertEquals([longer(31), longer(32)], [[128, 0], [160, 32]]);
+  // A list of tensors that says "none" does not make the data disappear.
+  const none = patch(whole, 8, 0);
+  assert(readBytes(none).weightsBytes > 128);
+});
+
 Deno.test("readGguf() refuses a header of more than 64 MiB after reading no more than that", () => {
   // Texts of one byte: all of the array has to be walked through.
   const items = 8 * MIB;

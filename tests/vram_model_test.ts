@@ -223,6 +223,17 @@ Deno.test("computeBudget() never adds pools: cards first, then the shared GPU, t
   assertEquals(computeBudget([host]).pool, "cpu");
 });
 
+Deno.test("computeBudget() counts the largest of several views of shared memory, and 3% of all of it", () => {
+  const views = [30, 50, 40].map((gib) => ({
+    ...cardOf(gib * GIB, 100 * GIB),
+    kind: "integrated" as const,
+    name: `${gib}`,
+  }));
+  const budget = computeBudget(views);
+  assertEquals(budget.terms.map((term) => [term.device, term.headroom_bytes]), [["50", 3 * GIB]]);
+  assertEquals(budget.total_bytes, 47 * GIB);
+});
+
 Deno.test("computeBudget() does not take an unknown card for an absent one", () => {
   const unknown = cardOf(null, null);
   const host = { ...cardOf(50 * GIB, 64 * GIB), kind: "cpu" as const };
@@ -230,13 +241,16 @@ Deno.test("computeBudget() does not take an unknown card for an absent one", () 
   assert(error.message.includes("for a test"), error.message);
   // Another card answers: its memory counts.
   assertEquals(computeBudget([unknown, cardOf(8 * GIB, 8 * GIB)]).total_bytes, 7 * GIB);
-  assertThrows(() => computeBudget([]), RefusedError);
+  assertThrows(() => computeBudget([]), RefusedError, "no device was found");
 });
 
 Deno.test("computeBudget() passes over a card that could hold nothing, and never goes below 0", () => {
-  const screen = cardOf(400 * MIB, 512 * MIB);
+  const screen = cardOf(400 * MIB, 1024 * MIB);
   const host = { ...cardOf(50 * GIB, 64 * GIB), kind: "cpu" as const };
   assertEquals(computeBudget([screen, host]).pool, "cpu");
+  assertEquals(computeBudget([cardOf(2000 * MIB, 2048 * MIB), host]).total_bytes, 976 * MIB);
+  // The machine's own memory counts however little it is.
+  assertEquals(computeBudget([{ ...cardOf(MIB, 9 * MIB), kind: "cpu" }]).total_bytes, 0);
   assertEquals(
     computeBudget([cardOf(100 * MIB, 8 * GIB), cardOf(8 * GIB, 8 * GIB)]).total_bytes,
     7 * GIB,

@@ -3,7 +3,16 @@ import { assert, assertEquals, assertMatch, assertThrows } from "@std/assert";
 import { join } from "@std/path";
 import { lastJson, makeScratch, runProgram, type Scratch, writeFile } from "./helpers.ts";
 import { buildFamily } from "./gguf_builder.ts";
-import { at, F16, MIB, shapeOf, sourceOf, writeFamily, writeModels } from "./vram_support.ts";
+import {
+  at,
+  F16,
+  lettersOf,
+  MIB,
+  shapeOf,
+  sourceOf,
+  writeFamily,
+  writeModels,
+} from "./vram_support.ts";
 import {
   describeModel,
   memoryAtContext,
@@ -279,6 +288,121 @@ Deno.test("parseHfConfig() refuses an indexer and text that is no object; an unk
   assertThrows(() => parseHfConfig("[]", "c"), RefusedError);
   const unknown = { ...HF_CONFIGS[0]![1], model_type: "toString" };
   assertEquals(describeModel(parseHfConfig(JSON.stringify(unknown), "c")).upperBounds.length, 1);
+});
+
+/** A small config.json: 8 layers, 4 of 8 heads hold KV, heads of 64. */
+const SMALL_CONFIG = {
+  num_hidden_layers: 8,
+  hidden_size: 512,
+  num_attention_heads: 8,
+  num_key_value_heads: 4,
+  vocab_size: 1000,
+  sliding_window: 1024,
+};
+const SLIDING = "sliding_attention";
+const FULL = "full_attention";
+
+/** `model_type` and what is beside it → the architecture, and its layers as letters. */
+const HF_LAYERS: [string, Record<string, unknown>, string, string][] = [
+  ["cohere", {}, "command-r", "FFFFFFFF"],
+  ["deepseek_v2", {}, "deepseek2", "FFFFFFFF"],
+  ["deepseek_v3", {}, "deepseek2", "FFFFFFFF"],
+  ["falcon_h1", { mamba_d_conv: 4, mamba_d_state: 16, mamba_d_ssm: 64 }, "falcon-h1", "bbbbbbbb"],
+  ["gemma3_text", { sliding_window_pattern: 4 }, "gemma3", "sssFsssF"],
+  ["gemma3n_text", { num_kv_shared_layers: 3 }, "gemma3n", "ssssF---"],
+  ["glm4_moe", {}, "glm4moe", "FFFFFFFF"],
+  ["gpt_oss", {}, "gpt-oss", "sFsFsFsF"],
+  [
+    "granitemoehybrid",
+    {
+      layers_block_type: ["mamba", "mamba", "attention", ...Array(5).fill("mamba")],
+      ...{ mamba_d_conv: 4, mamba_d_state: 16, mamba_expand: 2, mamba_n_groups: 1 },
+    },
+    "granitehybrid",
+    "rrFrrrrr",
+  ],
+  ["kimi_k2", {}, "deepseek2", "FFFFFFFF"],
+  ["lfm2_moe", { conv_L_cache: 3, layer_types: Array(8).fill("conv") }, "lfm2moe", "rrrrrrrr"],
+  [
+    "llama4_text",
+    { layer_types: Array.from("sssFsssF", (l) => l === "s" ? "chunked_attention" : FULL) },
+    "llama4",
+    "sssFsssF",
+  ],
+  ["minimax_m2", {}, "minimax-m2", "FFFFFFFF"],
+  ["mistral", {}, "llama", "FFFFFFFF"],
+  ["mixtral", {}, "llama", "FFFFFFFF"],
+  [
+    "nemotron_h",
+    {
+      hybrid_override_pattern: "M-M*-M--",
+      ...{
+        conv_kernel: 4,
+        ssm_state_size: 16,
+        n_groups: 8,
+        mamba_num_heads: 4,
+        mamba_head_dim: 32,
+      },
+    },
+    "nemotron_h",
+    "r-rF-r--",
+  ],
+  ["phi", {}, "phi2", "FFFFFFFF"],
+  ["qwen2_moe", {}, "qwen2moe", "FFFFFFFF"],
+  [
+    "qwen3_next",
+    {
+      ...{ linear_conv_kernel_dim: 4, linear_key_head_dim: 128, linear_num_key_heads: 2 },
+      ...{ linear_num_value_heads: 4, linear_value_head_dim: 128 },
+    },
+    "qwen3next",
+    "rrrFrrrF",
+  ],
+  ["qwen3_moe", {}, "qwen3moe", "FFFFFFFF"],
+  ["cohere2", {}, "cohere2", "sssFsssF"],
+  ["cohere2", { use_sliding_window: false }, "cohere2", "FFFFFFFF"],
+  [
+    "cohere2",
+    { layer_types: [SLIDING, FULL, FULL, FULL, SLIDING, FULL, FULL, FULL] },
+    "cohere2",
+    "sFFFsFFF",
+  ],
+  [
+    "jamba",
+    {
+      attn_layer_period: 4,
+      attn_layer_offset: 1,
+      mamba_d_conv: 4,
+      mamba_d_state: 16,
+      mamba_expand: 2,
+    },
+    "jamba",
+    "rFrrrFrr",
+  ],
+];
+
+for (const [modelType, more, architecture, letters] of HF_LAYERS) {
+  Deno.test(`parseHfConfig() reads ${modelType} with ${Object.keys(more)[0] ?? "no more"} as ${architecture} ${letters}`, () => {
+    const text = JSON.stringify({ ...SMALL_CONFIG, ...more, model_type: modelType });
+    const shape = describeModel(parseHfConfig(text, "config.json"));
+    assertEquals([shape.architecture, lettersOf(shape.layers)], [architecture, letters]);
+    assertEquals([shape.upperBounds, shape.vocabTokens], [[], 1000]);
+    assertEquals(shape.headElements[0], [64, 64]);
+  });
+}
+
+Deno.test("parseHfConfig() takes V as wide as it is said to be, and K and V apart from the embedding", () => {
+  const config = { ...SMALL_CONFIG, model_type: "llama", head_dim: 96, v_head_dim: 32 };
+  const { layers } = describeModel(parseHfConfig(JSON.stringify(config), "c"));
+  assertEquals([layers[0]?.keyElements, layers[0]?.valueElements], [4 * 96, 4 * 32]);
+});
+
+Deno.test("parseHfConfig() refuses a number that is none, rather than to take another in its place", () => {
+  for (const value of ["8", [8, 8], {}, true]) {
+    const config = { ...SMALL_CONFIG, model_type: "llama", num_key_value_heads: value };
+    const read = () => describeModel(parseHfConfig(JSON.stringify(config), "c"));
+    assertThrows(read, RefusedError, `num_key_value_heads is ${JSON.stringify(value)}`);
+  }
 });
 
 /** A safetensors file of some tensors of some bytes, one after another. */

@@ -7,6 +7,7 @@ import {
   describeModel,
   type DeviceReport,
   type GgufFile,
+  type LayerShape,
   type ModelShape,
   readGguf,
 } from "../scripts/vram-detect.ts";
@@ -38,6 +39,15 @@ export function readBytes(bytes: Uint8Array): GgufFile {
 /** The shape of a family of the builder's table. */
 export function shapeOf(family: string): ModelShape {
   return describeModel(readBytes(buildFamily(family)));
+}
+
+/** A letter a layer: F full, s sliding, r recurrent, b attention beside a state, - nothing. */
+export function lettersOf(layers: readonly LayerShape[]): string {
+  return layers.map(({ keyElements, isSliding, stateBytes }) => {
+    if (stateBytes > 0) return keyElements > 0 ? "b" : "r";
+    if (keyElements === 0) return "-";
+    return isSliding ? "s" : "F";
+  }).join("");
 }
 
 /** One card with memory of its own. */

@@ -25,7 +25,7 @@ export class Random {
 
   /** @param stream Keeps the choices of one test apart from those of another. */
   constructor(stream: string, seed = SEED) {
-    this.#state = seed >>> 0;
+    this.#state = Math.imul(seed, 0x9e3779b1);
     for (const char of stream) {
       this.#state = Math.imul(this.#state ^ char.charCodeAt(0), 0x01000193);
     }

@@ -114,7 +114,9 @@ Deno.test("of twenty ticks at once one runs, and the others skip with exit code 
   assertEquals(skipped.map(({ ok, reason }) => [ok, reason]), [
     ...Array(19).fill([true, "tick_in_progress"]),
   ]);
-  for (const { message } of skipped) assertMatch(message!, /process \d+ is in a tick since 2/);
+  // The second is said where the one that runs has the lock and has not written its note yet.
+  const words = /^(process \d+ is in a tick since 2.*Z|another command holds the loop)$/;
+  for (const { message } of skipped) assertMatch(message!, words);
   const [ran] = summaries.filter(({ skipped }) => !skipped);
   assertEquals([ran?.ok, ran?.reason, ran?.iteration_count], [true, null, 1]);
   assertEquals(readState(scratch).iteration_count, 1);

@@ -626,19 +626,29 @@ Deno.test("a loop.json with comments, trailing commas and a byte order mark is r
   assertEquals((await tick(scratch)).json.reason, null);
 });
 
-for (const damage of ["a folder", "a link to nothing"]) {
-  Deno.test(`a .state.loop that is ${damage} holds nobody up and starts nothing`, async () => {
+for (const damage of ["a folder", "a pipe"]) {
+  Deno.test(`a .state.loop that is ${damage} holds nobody up: it is kept, and the loop halts`, async () => {
     using scratch = makeQuickLoop();
-    const path = join(loopDir(scratch, LOOP), ".state.loop");
-    DAMAGES[damage]!(path);
+    DAMAGES[damage]!(join(loopDir(scratch, LOOP), ".state.loop"));
     const { code, json } = await tick(scratch, [], { timeoutMs: 60_000 });
-    const reason = damage === "a link to nothing" ? "untracked" : "gate_failed";
-    assertEquals([code, json.skipped, json.reason], [0, true, reason], json.message ?? "");
-    assertStringIncludes(json.message!, ".state.loop");
-    assertEquals(readJournal(scratch), []);
-    assert(!Deno.lstatSync(path).isFile);
+    assertEquals([code, json.skipped, json.reason], [0, true, "halted"], json.message ?? "");
+    assertEquals([json.halt_reason, readJournal(scratch)], ["human_intervention", []]);
+    assertEquals(readState(scratch).status, "halted");
+    const kept = [...Deno.readDirSync(loopDir(scratch, LOOP))].filter(({ name }) =>
+      name.startsWith(".state.loop.bad-")
+    );
+    assertEquals(kept.map(({ isFile }) => isFile), [false]);
   });
 }
+
+Deno.test("a .state.loop that is a link to nothing is none", async () => {
+  using scratch = makeQuickLoop();
+  const path = join(loopDir(scratch, LOOP), ".state.loop");
+  DAMAGES["a link to nothing"]!(path);
+  const { code, json } = await tick(scratch);
+  assertEquals([code, json.reason, readJournal(scratch)], [0, "untracked", []]);
+  assert(Deno.lstatSync(path).isSymlink);
+});
 
 Deno.test("a models.json that is torn skips the tick and is named", async () => {
   using scratch = makeQuickLoop();

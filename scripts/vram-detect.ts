@@ -607,7 +607,15 @@ export function editDistance(a: string, b: string): number {
   return row[b.length]!;
 }
 
-/** Returns the candidate closest to a word, or null when none is within half of its length. */
+/**
+ * Returns the candidate closest to a word, or null when none is within half of its length.
+ *
+ * @example
+ * ```ts
+ * import { findNearest } from "./status.ts";
+ * if (findNearest("--lop", ["--loop", "--json"]) !== "--loop") throw new Error("not found");
+ * ```
+ */
 export function findNearest(word: string, candidates: readonly string[]): string | null {
   let best: string | null = null;
   let bestDistance = Math.max(2, Math.floor(word.length / 2)) + 1;
@@ -637,6 +645,14 @@ function rejectUnknown(argument: string, options: readonly OptionSpec[]): never 
  *
  * @returns The options given: a string for those with a value, true for switches.
  * @throws {UsageError} For an unknown flag, a missing value or a stray argument.
+ *
+ * @example
+ * ```ts
+ * import { parseCommandLine } from "./status.ts";
+ * const options = [{ name: "loop", value: "NAME", help: "" }, { name: "json", help: "" }];
+ * const given = parseCommandLine(["--loop=night", "--json"], options);
+ * if (given.get("loop") !== "night" || given.get("json") !== true) throw new Error("misread");
+ * ```
  */
 export function parseCommandLine(
   args: readonly string[],
@@ -669,7 +685,16 @@ export function parseCommandLine(
   return given;
 }
 
-/** Reads an option's value as a whole number within bounds; undefined when it was not given. */
+/**
+ * Reads an option's value as a whole number within bounds; undefined when it was not given.
+ *
+ * @example
+ * ```ts
+ * import { readWholeNumber } from "./status.ts";
+ * const lines = readWholeNumber(new Map([["lines", "20"]]), "lines", { min: 1, max: 100 });
+ * if (lines !== 20) throw new Error("misread");
+ * ```
+ */
 export function readWholeNumber(
   given: ReadonlyMap<string, string | true>,
   name: string,
@@ -684,7 +709,16 @@ export function readWholeNumber(
   );
 }
 
-/** Lays out option lines for `--help`: flag and placeholder, then what it does. */
+/**
+ * Lays out option lines for `--help`: flag and placeholder, then what it does.
+ *
+ * @example
+ * ```ts
+ * import { renderOptions } from "./status.ts";
+ * const text = renderOptions([{ name: "lines", value: "N", help: "how many" }]);
+ * if (text !== "  --lines N  how many\n") throw new Error(text);
+ * ```
+ */
 export function renderOptions(options: readonly OptionSpec[]): string {
   const label = ({ name, value }: OptionSpec) =>
     `--${name}${value === undefined ? "" : ` ${value}`}`;
@@ -704,8 +738,14 @@ function findHint(error: unknown): string | undefined {
 
 /** Prints how a program failed, in words on stderr and for `--json` as the last line of stdout. */
 export function reportFailure(error: unknown, program: string, args: readonly string[]): number {
-  const words = (error instanceof Error ? error.message : `${error}`).replaceAll("\n", " ");
-  const message = words.startsWith("Cannot ") ? words : `Cannot go on: ${words}`;
+  const words = (error instanceof Error ? error.message : `${error}`).replace(/\p{Cc}+/gu, " ");
+  // How Deno words what the system refused (2.6 and 2.9): "<problem> (os error <n>): <verb> '<path>'".
+  const [, problem, verb, path] = /^(.+) \(os error \d+\): (\w+) '(.+)'$/.exec(words) ?? [];
+  const message = path !== undefined
+    ? `Cannot ${verb} "${path.replace("' -> '", '" to "')}": ${problem}`
+    : words.startsWith("Cannot ")
+    ? words
+    : `Cannot go on: ${words}`;
   const hint = findHint(error);
   console.error(`${program}: ${message}`);
   if (hint !== undefined) console.error(`hint: ${hint}`);
@@ -810,12 +850,28 @@ export type FieldRule = readonly [
   presence?: "required",
 ];
 
-/** True for a JSON object: not null, not an array. */
+/**
+ * True for a JSON object: not null, not an array.
+ *
+ * @example
+ * ```ts
+ * import { isRecord } from "./status.ts";
+ * if (!isRecord({}) || isRecord([]) || isRecord(null)) throw new Error("wrong");
+ * ```
+ */
 export function isRecord(value: unknown): value is Record<string, unknown> {
   return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
-/** Shortens any value to what fits in one line of an error message. */
+/**
+ * Shortens any value to what fits in one line of an error message.
+ *
+ * @example
+ * ```ts
+ * import { describeValue } from "./status.ts";
+ * if (describeValue({ a: [1] }) !== '{"a":[1]}') throw new Error("wrong");
+ * ```
+ */
 export function describeValue(value: unknown): string {
   if (value === undefined) return "nothing";
   const text = JSON.stringify(value) ?? typeof value;
@@ -839,6 +895,13 @@ function listAtPath(root: unknown, path: string): [string, unknown][] {
  * its rule holds for null.
  *
  * @throws {TypeError} Names the file, the field, what was found and what was wanted.
+ *
+ * @example
+ * ```ts
+ * import { checkFields, type FieldRule } from "./status.ts";
+ * const rules: FieldRule[] = [["tick", "a number", (value) => typeof value === "number", "required"]];
+ * checkFields({ tick: 1, more: true }, rules, "a file");
+ * ```
  */
 export function checkFields(
   root: unknown,
@@ -858,7 +921,15 @@ export function checkFields(
   }
 }
 
-/** Parses JSON (or JSONC by `parse`) and says where it came from when it does not parse. */
+/**
+ * Parses JSON (or JSONC by `parse`) and says where it came from when it does not parse.
+ *
+ * @example
+ * ```ts
+ * import { parseJsonText } from "./status.ts";
+ * if (parseJsonText("[1]", "a file")?.toString() !== "1") throw new Error("misread");
+ * ```
+ */
 export function parseJsonText(
   text: string,
   where: string,

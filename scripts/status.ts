@@ -1413,7 +1413,7 @@ function describeAge(milliseconds: number): string {
 }
 
 /** Lays out rows as columns as wide as their widest cell. */
-function renderTable(rows: readonly (readonly string[])[]): string {
+function renderColumns(rows: readonly (readonly string[])[]): string {
   const widths: number[] = [];
   for (const row of rows) {
     row.forEach((cell, index) => widths[index] = Math.max(widths[index] ?? 0, cell.length));
@@ -4080,7 +4080,7 @@ function runShowTask(invocation: Invocation): Answer {
   const steps = task.history.map(({ at, from, to, by, reason }) =>
     `  ${at}  ${from ?? "(new)"} -> ${to}  by ${by}${reason === null ? "" : `: ${reason}`}`
   );
-  const lines = [`${task.name}: ${task.title}`, renderTable(rows), "history:", ...steps];
+  const lines = [`${task.name}: ${task.title}`, renderColumns(rows), "history:", ...steps];
   return { json, text: lines.join("\n") };
 }
 
@@ -4913,7 +4913,7 @@ function runLoopList(invocation: Invocation): Answer {
     ];
   });
   const header = ["LOOP", "STATUS", "TICKS", "SCORES", "TASK", "SCHEDULE", "LAST WAKE"];
-  return { json, text: renderTable([header, ...rows]) };
+  return { json, text: renderColumns([header, ...rows]) };
 }
 
 /** What the audit says about each loop. */
@@ -5612,7 +5612,7 @@ async function checkDisk(project: string, host: SchedulerHost): Promise<DoctorCh
 
 function renderDiagnosis(checks: readonly DoctorCheck[]): string {
   const rows = checks.map(({ status, name, message }) => [status, name, message]);
-  const lines = renderTable(rows).trimEnd().split("\n");
+  const lines = renderColumns(rows).trimEnd().split("\n");
   return checks.map(({ hint }, index) =>
     hint === null ? lines[index]! : `${lines[index]}\n         hint: ${hint}`
   ).join("\n");

@@ -15,7 +15,8 @@
  * Environment: AUTOMATON_HOME (framework), AUTOMATON_PROJECT (project), AUTOMATON_NO_LOOP_LOCK=1 (the
  * caller holds the loop's lock), what a tick gives its harness (AUTOMATON_LOOP, AUTOMATON_ROLE,
  * AUTOMATON_TASK, AUTOMATON_OP_FILE), from which the role guard decides, AUTOMATON_PLATFORM (the
- * scheduler's platform, for tests), and HOME, PATH and the user's name for schedules.
+ * scheduler's platform, for tests), and for schedules HOME, PATH, the user's name and
+ * AUTOMATON_CONTEXT_TOKENS, which a schedule takes along.
  *
  * Permissions: read and write (a project may lie anywhere), run (git, the scheduler's tools, a loop's
  * hooks), env (the names above), sys (the host's name, the user's id). No network.
@@ -3543,6 +3544,12 @@ function limitTick(config: LoopConfig): number | null {
 function readScheduleInterval(invocation: Invocation, config: LoopConfig, loop: string): number {
   const flag = readWholeNumber(invocation.given, "interval", { min: 1, max: MAX_INTERVAL_S });
   const intervalS = flag ?? config.schedule?.interval_seconds ?? LOOP_DEFAULTS.intervalSeconds;
+  if (intervalS > MAX_INTERVAL_S) {
+    throw new RefusedError(
+      `Cannot schedule loop "${loop}" every ${intervalS} s: a scheduler takes ${MAX_INTERVAL_S} s or less`,
+      `add --interval ${MAX_INTERVAL_S}`,
+    );
+  }
   if (intervalS >= MIN_INTERVAL_S) return intervalS;
   throw new RefusedError(
     `Cannot schedule loop "${loop}" every ${intervalS} s: a scheduler takes ${MIN_INTERVAL_S} s or more`,
@@ -5369,6 +5376,8 @@ async function checkProgram(
 interface LoopToCheck {
   readonly view: LoopView;
   readonly record: ScheduleRecord | null;
+  /** Why there is no record although there is a file of it. */
+  readonly problem: string | null;
   /** Whether it is meant to tick by itself: then what is missing is a failure. */
   readonly isLive: boolean;
 }
@@ -5446,11 +5455,15 @@ async function checkSystemd(host: SchedulerHost, isFailure: boolean): Promise<Do
 /** One loop: its state, its schedule, and the agents on the PATH that the schedule has. */
 async function checkLoop(
   { framework, project }: Invocation,
-  { view, record, isLive }: LoopToCheck,
+  { view, record, problem, isLive }: LoopToCheck,
 ): Promise<DoctorCheck[]> {
   const { name, dir, state } = view;
   const label = `loop ${name}`;
   if (state === null) return [complaint(label, true, view.problem, "status --audit")];
+  if (problem !== null) {
+    const hint = `remove ${schedulePath(dir)}, then status --install-schedule ${name}`;
+    return [complaint(label, true, problem, hint)];
+  }
   const checks = [await checkSchedule(view, record, isLive)];
   let config: LoopConfig;
   try {
@@ -5618,13 +5631,20 @@ function renderDiagnosis(checks: readonly DoctorCheck[]): string {
   ).join("\n");
 }
 
+function readLoopToCheck(view: LoopView): LoopToCheck {
+  try {
+    const record = readSchedule(view.dir);
+    const isLive = record !== null && view.state?.status === "running";
+    return { view, record, problem: null, isLive };
+  } catch (error) {
+    return { view, record: null, problem: (error as Error).message, isLive: false };
+  }
+}
+
 async function runDoctor(invocation: Invocation): Promise<Answer> {
   const { framework, project } = invocation;
   const host = makeHost(project);
-  const loops = listLoops(project).map((view): LoopToCheck => {
-    const record = viewSchedule(view.dir);
-    return { view, record, isLive: record !== null && view.state?.status === "running" };
-  });
+  const loops = listLoops(project).map(readLoopToCheck);
   const programs = ["loop-runner", "status", "vram-detect"] as const;
   const checks: DoctorCheck[] = [
     checkDeno(framework),

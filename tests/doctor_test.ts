@@ -354,6 +354,12 @@ Deno.test({
     using scratch = makeScratch();
     const { env } = makeFakes(scratch, "crontab");
     const dir = writeLoop(scratch, "night", { harness: { command: ["sh"] } });
+    writeFile(join(dir, "schedule.json"), "{");
+    assertMatch(
+      told(await diagnose(scratch, env), "loop night").join(),
+      /^failure: .*schedule\.json/,
+    );
+    Deno.removeSync(join(dir, "schedule.json"));
     writeFile(join(dir, "loop.json"), '{"name": "night", "brakes": 1}');
     assertMatch(told(await diagnose(scratch, env), "loop night")[1]!, /^failure: .*brakes/);
     writeFile(join(dir, ".state.loop"), "{");

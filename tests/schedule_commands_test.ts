@@ -430,6 +430,8 @@ Deno.test({
     });
     writeLoop(scratch, "night", { schedule: { interval_seconds: 30 } });
     await refuse(scratch, ["--install-schedule=night"], /every 30 s/, { env });
+    writeLoop(scratch, "night", { schedule: { interval_seconds: 2_678_401 } });
+    await refuse(scratch, ["--install-schedule=night"], /2678400 s or less/, { env });
   },
 });
 

@@ -1581,6 +1581,30 @@ function parseJsonOrNull(text: string): unknown {
   }
 }
 
+/**
+ * Cuts what an agent printed to one line of a screen: no escape sequences, no characters that move the
+ * cursor or the text, and room for two columns for whatever is not ASCII.
+ *
+ * @example
+ * ```ts
+ * import { fitLine } from "./loop-runner.ts";
+ * if (fitLine("\u001b[31mred\u001b[0m\r漢字", 5) !== "red漢") throw new Error("wrong line");
+ * ```
+ */
+export function fitLine(text: string, columns: number): string {
+  // deno-lint-ignore no-control-regex -- escape sequences of terminals start with ESC.
+  const plain = text.replace(/\u001b\[[0-?]*[ -/]*[@-~]/g, "").replace(/\t/g, " ")
+    .replace(/\p{C}/gu, "");
+  let width = 0;
+  let line = "";
+  for (const character of plain) {
+    width += character < "\u0080" ? 1 : 2;
+    if (width > columns) break;
+    line += character;
+  }
+  return line;
+}
+
 function errorMessage(error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }
@@ -2630,10 +2654,8 @@ function startProgress(
     show(line) {
       if (!isTerminal || Date.now() - shownAt < 1000) return;
       shownAt = Date.now();
-      // deno-lint-ignore no-control-regex -- a harness's control characters must not reach the screen.
-      const plain = line.replace(/\u001b\[[0-?]*[ -/]*[@-~]|[\u0000-\u001f\u007f-\u009f]/g, "");
       const columns = Deno.consoleSize().columns || 80;
-      write(`\r\u001b[K${`${head()}  ${plain}`.slice(0, columns - 1)}`);
+      write(`\r\u001b[K${fitLine(`${head()}  ${line}`, columns - 1)}`);
     },
     end() {
       write(`${isTerminal ? "\r\u001b[K" : ""}${head()}\n`);
@@ -4089,10 +4111,11 @@ export function renderSummary(summary: Summary): string {
   }
   if (verdict === null) return `${loop}: ${message ?? "nothing was run"}`;
   const step = phase === next ? `stays in ${phase}` : `${phase} -> ${next}`;
+  const cost = summary.cost_usd === null ? "" : `, ${summary.cost_usd.toFixed(4)} USD`;
   const end = summary.status === "complete" ? "; the loop is complete" : "";
   return `${loop} tick ${tick}: ${task} ${verdict.pass ? "passed" : "failed"}, score ${
     verdict.score.toFixed(2)
-  }, ${step}${end}`;
+  }, ${step}${cost}${end}`;
 }
 
 // --- Daemon ---

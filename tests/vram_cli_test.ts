@@ -139,6 +139,25 @@ Deno.test("vram-detect gives null when the model does not fit, saying what it ne
   }
 });
 
+Deno.test("vram-detect says when a model was made for fewer tokens than are ever printed", async () => {
+  using scratch = makeScratch();
+  const { architecture, keys } = FAMILIES["Qwen3-8B"]!;
+  const path = join(scratch.project, "tiny.gguf");
+  Deno.writeFileSync(path, buildModel(architecture, { ...keys, "context_length": 255 }));
+  const result = await detect(scratch, "--json", "--model", path, "--free-mib", "9000");
+  assertEquals([result.code, lastJson(result).available_context_tokens], [1, null]);
+  assertEquals(lastJson(result).reason, "the model was made for 255 tokens, fewer than 256");
+});
+
+Deno.test("vram-detect lets no name from outside steer the terminal", async () => {
+  using scratch = makeScratch();
+  for (const args of [["--model", "a\x1b[31mb\nc"], ["--model", "a\x1b[31mb\nc", "--explain"]]) {
+    const { stdout, stderr } = await detect(scratch, ...args);
+    assertStringIncludes(stdout + stderr, 'Cannot find model "a?[31mb?c"');
+    assert(!/[^\P{Cc}\n]/u.test(stdout + stderr), stdout + stderr);
+  }
+});
+
 Deno.test("vram-detect without --json prints the number alone; reasons and hints go to stderr", async () => {
   using scratch = makeScratch();
   writeModels(scratch, { default: "a", models: { a: { context_tokens: 9000 } } });

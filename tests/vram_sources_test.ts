@@ -140,6 +140,44 @@ Deno.test("models.json: gguf, kv_type, slots and mmproj of a model; flags go bef
   assertEquals(["kv_type_k", "kv_type_v", "slots"].map(assumed), ["f16", "q4_0", 1]);
 });
 
+Deno.test("paths of models.json begin at its own folder, the framework's at the framework", async () => {
+  using scratch = makeScratch();
+  const framework = join(scratch.dir, "framework");
+  const models = { default: "m", models: { m: { gguf: "files/m.gguf", mmproj: "files/eyes" } } };
+  for (const folder of [join(framework, "files"), join(scratch.project, ".automaton", "files")]) {
+    writeFile(join(folder, "eyes"), "x".repeat(folder.length));
+    Deno.writeFileSync(join(folder, "m.gguf"), buildFamily("Qwen3-8B"));
+  }
+  writeFile(join(framework, "models.json"), JSON.stringify(models));
+  const paths = async () => {
+    const { report } = await detect(scratch, ["--free-mib", "9000"], { AUTOMATON_HOME: framework });
+    return [at(report, "model", "path"), at(report, "memory", "projector_bytes")];
+  };
+  const there = join(framework, "files");
+  assertEquals(await paths(), [join(there, "m.gguf"), there.length]);
+  writeModels(scratch, models);
+  const here = join(scratch.project, ".automaton", "files");
+  assertEquals(await paths(), [join(here, "m.gguf"), here.length]);
+  Deno.removeSync(join(here, "eyes"));
+  const { report } = await detect(scratch, ["--free-mib", "9000"], { AUTOMATON_HOME: framework });
+  assertMatch(`${report.reason}`, /files\/eyes": no such file$/);
+});
+
+Deno.test("a window that is declared needs no model file; --free-mib beside it is not passed over in silence", async () => {
+  using scratch = makeScratch();
+  writeModels(scratch, {
+    default: "a",
+    models: { a: { context_tokens: 20000, gguf: "gone.gguf" } },
+  });
+  const { code, report } = await detect(scratch, ["--free-mib", "9000"]);
+  assertEquals([code, ...answer(report)], [0, "models.json", 20000, true]);
+  assertEquals(report.warnings, ["--free-mib is not looked at: models.json declares the window"]);
+  const env = { AUTOMATON_CONTEXT_TOKENS: "30000" };
+  const asked = await detect(scratch, ["--context", "9000"], env);
+  assertEquals([asked.code, ...answer(asked.report)], [1, "env", 30000, true]);
+  assertMatch(`${asked.report.reason}`, /gone\.gguf": no such file$/);
+});
+
 Deno.test("no model at all is a null with a reason and a hint", async () => {
   using scratch = makeScratch();
   const { code, report } = await detect(scratch, ["--loop-mode"]);
@@ -462,6 +500,50 @@ Deno.test("a folder with config.json and safetensors is a model; the index says 
   assertMatch(`${(await detect(scratch, args)).report.reason}`, /gone\.safetensors": no such file/);
 });
 
+Deno.test("a model folder is never waited on, nor read without end", async () => {
+  using scratch = makeScratch();
+  const dir = join(scratch.project, "m");
+  const config = join(dir, "config.json");
+  const mkfifo = (path: string) => new Deno.Command("mkfifo", { args: [path] }).outputSync();
+  const reason = async () =>
+    `${(await detect(scratch, ["--free-mib", "9000", "--model", dir])).report.reason}`;
+  Deno.mkdirSync(dir);
+  mkfifo(config);
+  assertMatch(await reason(), /config\.json": not a regular file$/);
+  Deno.removeSync(config);
+  writeFile(config, "");
+  Deno.truncateSync(config, 2 ** 24 + 1);
+  assertMatch(await reason(), /config\.json": 16777217 bytes are too many$/);
+  Deno.truncateSync(config, 0);
+  writeFile(config, JSON.stringify(HF_CONFIGS[2]![1]));
+  mkfifo(join(dir, "a.safetensors"));
+  assertMatch(await reason(), /a\.safetensors": not a regular file$/);
+  Deno.removeSync(join(dir, "a.safetensors"));
+  Deno.writeFileSync(join(dir, "model.safetensors"), buildSafetensors([8]));
+  Deno.writeFileSync(join(dir, "other.safetensors"), buildSafetensors([8]));
+  const args = ["--free-mib", "9000", "--model", join(dir, "config.json")];
+  assertEquals(at((await detect(scratch, args)).report, "memory", "weights_bytes"), 8);
+  for (const text of ["{", "[]", '{"model_type": "llama", "num_hidden_layers": "many"}']) {
+    writeFile(config, text);
+    assertMatch(await reason(), /Cannot parse|wanted an object|num_hidden_layers is "many"/);
+  }
+});
+
+Deno.test("a name is a model of models.json, else of ollama, else a folder; what looks like a path is one", async () => {
+  using scratch = makeScratch();
+  const folder = join(scratch.project, "twin");
+  writeFile(join(folder, "config.json"), JSON.stringify(HF_CONFIGS[0]![1]));
+  Deno.writeFileSync(join(folder, "model.safetensors"), buildSafetensors([8]));
+  const source = async (model: string) =>
+    (await detect(scratch, ["--free-mib", "9000", "--model", model])).report.source;
+  assertEquals([await source("twin"), await source("./twin")], ["hf", "hf"]);
+  const home = join(scratch.home, ".ollama", "models");
+  writeOllamaModel(home, "registry.ollama.ai/library/twin/latest", "Qwen3-8B", 1);
+  assertEquals([await source("twin"), await source("./twin")], ["ollama", "hf"]);
+  writeModels(scratch, { models: { twin: { context_tokens: 50000 } } });
+  assertEquals([await source("twin"), await source("twin/")], ["models.json", "hf"]);
+});
+
 // ollama.
 
 Deno.test("parseOllamaName() finds the manifest of every form of a name, and of nothing else", () => {
@@ -497,14 +579,14 @@ Deno.test("parseOllamaManifest() wants exactly one model with a true digest", ()
       extras: [`blobs/sha256-${"0a".repeat(32)}`],
     },
   );
-  for (
-    const layers of [[], [layer("model", "sha256:../../x")], [
-      layer("model", digest),
-      layer("model", digest),
-    ], [null, 3]]
-  ) {
-    assertThrows(() => parse(...layers), RefusedError);
-  }
+  const odd = [
+    [],
+    [null, 3],
+    [layer("model", "sha256:../../x")],
+    [layer("model", digest), layer("model", digest)],
+    [layer("model", digest), layer("projector", "sha256:1")],
+  ];
+  for (const layers of odd) assertThrows(() => parse(...layers), RefusedError);
 });
 
 /** Writes an ollama model below a models folder. */
@@ -539,6 +621,30 @@ Deno.test("an ollama model is found by its name, in the home folder and in OLLAM
   writeOllamaModel(elsewhere, "registry.ollama.ai/library/qwen3/8b", "Llama-3-8B", 1);
   const other = await detect(scratch, args, { OLLAMA_MODELS: elsewhere });
   assertEquals(answer(other.report), ["ollama", 8192, false]);
+});
+
+Deno.test("an ollama model with a blob that is missing or no file is refused; adapters count", async () => {
+  using scratch = makeScratch();
+  const models = join(scratch.home, ".ollama", "models");
+  const manifest = join(models, "manifests", "registry.ollama.ai", "library", "q", "latest");
+  const blob = (digit: string) => join(models, "blobs", `sha256-${digit.repeat(64)}`);
+  const args = ["--free-mib", "9000", "--model", "q"];
+  writeOllamaModel(models, "registry.ollama.ai/library/q/latest", "Qwen3-8B", 5);
+  const text = Deno.readTextFileSync(manifest);
+  writeFile(manifest, text.replace("image.projector", "image.adapter"));
+  assertEquals(at((await detect(scratch, args)).report, "memory", "projector_bytes"), 5);
+  Deno.removeSync(blob("2"));
+  assertMatch(`${(await detect(scratch, args)).report.reason}`, /sha256-2+": no such file$/);
+  writeFile(blob("2"), "");
+  Deno.removeSync(blob("1"));
+  new Deno.Command("mkfifo", { args: [blob("1")] }).outputSync();
+  assertMatch(`${(await detect(scratch, args)).report.reason}`, /sha256-1+": not a regular file$/);
+  writeFile(manifest, text.replace(/sha256:2+/, "sha256:../../x"));
+  const { code, report } = await detect(scratch, args);
+  assertEquals([code, ...answer(report)], [1, "none", null, false]);
+  Deno.removeSync(manifest);
+  new Deno.Command("mkfifo", { args: [manifest] }).outputSync();
+  assertMatch(`${(await detect(scratch, args)).report.reason}`, /Cannot find model "q"/);
 });
 
 Deno.test("a model of models.json without window and file is looked for in ollama", async () => {

@@ -120,11 +120,22 @@ record() {
   save_receipt
 }
 
+# Reads the receipt, and tells in $place where it comes from: from here, from where this checkout was
+# before it was moved, or from another checkout, of which this one is a copy. Then the links and schedules
+# belong to the other.
 read_receipt() {
   form=$(receipt_field form) stamp=$(receipt_field build)
   paths=$(receipt_list paths) schedules=$(receipt_list schedules)
   loop_wanted=$(receipt_field loop_wanted) schedule_wanted=$(receipt_field schedule_wanted)
   : "${loop_wanted:=true}" "${schedule_wanted:=true}"
+  before=$(receipt_field framework)
+  place=here
+  [ -z "$before" ] || [ "$before" = "$framework" ] || place=moved
+  if [ "$place" = moved ] && [ -f "$before/.install-receipt.json" ]; then
+    place=copied schedules=''
+    paths=$(printf '%s\n' "$paths" | grep -v '^/') || paths=''
+    say "this is a copy of $before, which keeps its links and schedules"
+  fi
 }
 
 save_receipt() {
@@ -192,11 +203,12 @@ check_prefix() {
   done
 }
 
-# Tells whether $1 is a link to one of our programs: made by an install, or leading here.
+# Tells whether $1 is a link to one of our programs, here or where they were before.
 is_our_link() {
   [ -h "$1" ] || return 1
-  [ "$(readlink -- "$1")" != "$bin/${1##*/}" ] || return 0
-  receipt_list paths | grep -Fqx -- "$1" && [ "$(readlink -- "$1")" = "$(receipt_field framework)/bin/${1##*/}" ]
+  leads_to=$(readlink -- "$1")
+  [ "$leads_to" != "$bin/${1##*/}" ] || return 0
+  [ "$place" = moved ] && [ "$leads_to" = "$before/bin/${1##*/}" ]
 }
 
 # --- Steps ---
@@ -257,16 +269,25 @@ make_folder() {
   record "$1/"
 }
 
+# make_link LINK: links the program of that name.
+make_link() {
+  [ "$(readlink -- "$1" 2>/dev/null)" != "$bin/${1##*/}" ] || return 0
+  rm -f "$1"
+  must "link \"$1\"" ln -s "$bin/${1##*/}" "$1"
+}
+
 link_programs() {
+  printf '%s\n' "$paths" | while IFS= read -r path; do
+    case $path in
+      */) ;;
+      /*) if is_our_link "$path"; then make_link "$path"; fi ;;
+    esac
+  done
   [ -n "$prefix" ] || return 0
   make_folder "$prefix/bin"
   for name in $PROGRAMS; do
-    link=$prefix/bin/$name
-    record "$link"
-    [ "$(readlink -- "$link" 2>/dev/null)" = "$bin/$name" ] || {
-      rm -f "$link"
-      must "link \"$link\"" ln -s "$bin/$name" "$link"
-    }
+    record "$prefix/bin/$name"
+    make_link "$prefix/bin/$name"
   done
   case :$PATH: in
     *":$prefix/bin:"*) ;;
@@ -309,6 +330,13 @@ check_states() {
   }
 }
 
+# In a copy, the records of schedules are those of the other checkout, which must not be removed by them.
+put_records_aside() {
+  for file in "$automaton"/loops/*/schedule.json; do
+    [ ! -f "$file" ] || must "put \"$file\" aside" mv -f "$file" "$file.copied"
+  done
+}
+
 make_loop() {
   loop_dir=$automaton/loops/$LOOP
   if [ "$want_loop" = no ]; then
@@ -335,7 +363,7 @@ make_schedule() {
   schedule_wanted=true
   [ "$want_loop" = yes ] && [ -d "$loop_dir" ] || return 0
   # A schedule leads to the checkout, so one that was moved needs it anew.
-  if [ -f "$loop_dir/schedule.json" ] && [ "$moved" = no ]; then
+  if [ -f "$loop_dir/schedule.json" ] && [ "$place" != moved ]; then
     say "the loop $LOOP has a schedule already"
     return 0
   fi
@@ -359,17 +387,11 @@ make_schedule() {
 
 # What the doctor finds is said; it does not undo an installation.
 ask_doctor() {
-  result=0
   if [ -d "$automaton" ]; then
-    program status --doctor || result=$?
+    program status --doctor
   else
-    (cd / && bounded 180 "$bin/status$exe" --doctor) || result=$?
-  fi
-  case $result in
-    0) ;;
-    2) say 'this version has no --doctor to check the installation' ;;
-    *) say 'the doctor found something to mend: see above' ;;
-  esac
+    (cd / && bounded 180 "$bin/status$exe" --doctor)
+  fi || say 'the doctor found something to mend: see above'
 }
 
 describe_loop() {
@@ -429,20 +451,16 @@ END
   echo '  write .install-receipt.json, which install.sh --uninstall goes by'
 }
 
-install() {
+run_install() {
+  read_receipt
   check_prefix
   if [ "$dry_run" = yes ]; then
     plan_install
     return
   fi
   check_framework
-  recorded_framework=$(receipt_field framework)
-  case $recorded_framework in
-    '' | "$framework") moved=no ;;
-    *) moved=yes ;;
-  esac
-  read_receipt
   begin
+  [ "$place" != copied ] || put_records_aside
   record .deno vendor
   keep_cache_here
   deno=$(sh "$framework/lib/setup.sh") ||
@@ -461,9 +479,13 @@ install() {
   say_done
 }
 
+has_schedule() {
+  [ "$place" != copied ] && [ -f "$automaton/loops/$1/schedule.json" ]
+}
+
 # unschedule LOOP: takes a loop's schedule away, as it is recorded.
 unschedule() {
-  [ -f "$automaton/loops/$1/schedule.json" ] || return 0
+  has_schedule "$1" || return 0
   say "removing the schedule of loop $1"
   program status --uninstall-schedule "$1" >&2 ||
     die "Cannot remove the schedule of loop \"$1\": see above; the programs stay until it is gone" \
@@ -473,7 +495,7 @@ unschedule() {
 # Lists the loops of this checkout, and those that the receipt names.
 list_loops() {
   {
-    receipt_list schedules
+    [ -z "$schedules" ] || printf '%s\n' "$schedules"
     for dir in "$automaton"/loops/*/; do
       [ ! -f "$dir/loop.json" ] || basename "$dir"
     done
@@ -483,8 +505,8 @@ list_loops() {
 # Removes all loops, the way that gives back their worktrees, and then what is left.
 purge_automaton() {
   [ -d "$automaton" ] || return 0
-  if ! receipt_list paths | grep -Fqx .automaton; then
-    say 'keeping .automaton: it was there before install.sh'
+  if [ "$place" = copied ] || ! printf '%s\n' "$paths" | grep -Fqx .automaton; then
+    say 'keeping .automaton: it was not made by install.sh here'
     return 0
   fi
   for loop in $(list_loops); do
@@ -512,20 +534,21 @@ remove_path() {
   esac
 }
 
-uninstall() {
+run_uninstall() {
   if [ ! -f "$receipt" ]; then
     say 'nothing to uninstall: there is no .install-receipt.json here'
     return 0
   fi
   [ "$(receipt_field schema_version)" = 1 ] ||
     die "Cannot read \"$receipt\"" 'mend it, or run install.sh again, which writes it anew'
+  read_receipt
   if [ "$dry_run" = yes ]; then
     echo "install.sh --uninstall would remove from $framework:"
     for loop in $(list_loops); do
-      [ ! -f "$automaton/loops/$loop/schedule.json" ] || echo "  the schedule of loop $loop"
+      ! has_schedule "$loop" || echo "  the schedule of loop $loop"
     done
-    [ "$purge" = no ] || receipt_list paths | sed -n 's/^\.automaton$/  .automaton, with all tasks, loops and logs/p'
-    receipt_list paths | grep -Fvx .automaton | sed 's/^/  /'
+    [ "$purge" = no ] || printf '%s\n' "$paths" | sed -n 's/^\.automaton$/  .automaton, with all tasks, loops and logs/p'
+    printf '%s\n' "$paths" | sed '/^\.automaton$/d; s/^/  /'
     return 0
   fi
   check_framework
@@ -536,7 +559,7 @@ uninstall() {
   [ "$purge" = no ] || purge_automaton
   remove_new_programs
   # In reverse, what is in a folder comes before the folder.
-  receipt_list paths | LC_ALL=C sort -r | while IFS= read -r path; do
+  printf '%s\n' "$paths" | LC_ALL=C sort -r | while IFS= read -r path; do
     remove_path "$path"
   done
   rm -f "$receipt"
@@ -562,8 +585,8 @@ main() {
   esac
   version=$(sed -n 's/^version: *//p' "$framework/config.md")
   case $mode in
-    install) install ;;
-    uninstall) uninstall ;;
+    install) run_install ;;
+    uninstall) run_uninstall ;;
   esac
 }
 

@@ -133,7 +133,8 @@ install_again() {
 
 # go_back: puts the sources of before under the programs of before.
 go_back() {
-  [ "$new" != "$old" ] || die 'Cannot update: the programs could not be made again, see above; those of before stay'
+  [ "$new" != "$old" ] || die 'Cannot update: what is here could not be installed again, see above' \
+    'mend what is said above, then run update.sh again'
   must "move the checkout back to $old" git -C "$framework" reset --quiet --keep "$old"
   sh "$framework/lib/setup.sh" >/dev/null || say 'the packages of before could not be had: see above'
   die "Cannot update to $(short "$new"): it could not be installed, see above; the checkout is back at $(short "$old")" \

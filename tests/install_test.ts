@@ -294,6 +294,23 @@ testInstall(
   !IS_ROOT,
 );
 
+testInstall(
+  "refuses a path with a control character, which no schedule could hold",
+  async (scratch) => {
+    const checkout = makeCheckout(scratch, "two\nlines");
+    const before = snapshot(checkout);
+    for (const shell of SHELLS.filter(([name]) => isInstalled(name!))) {
+      const { code, stderr } = await runSh(scratch, join(checkout, "install.sh"), [], { shell });
+      assertEquals(code, 1, stderr);
+      assertStringIncludes(
+        stderr,
+        "Cannot install in a folder with a control character in its path",
+      );
+    }
+    assertEquals(snapshot(checkout), before);
+  },
+);
+
 testInstall("refuses to install from what is no checkout", async (scratch) => {
   const alone = join(scratch.dir, "alone");
   Deno.mkdirSync(alone);
@@ -599,7 +616,7 @@ testInstall("--prefix links the programs, and only removes what it linked", asyn
 
   const moved = join(scratch.dir, "moved");
   Deno.renameSync(checkout, moved);
-  await install(scratch, moved, [`--prefix=${prefix}`, "--no-loop"]);
+  await install(scratch, moved);
   assertEquals(Deno.readLinkSync(join(bin, "status")), join(moved, "bin", "status"));
 
   writeFile(join(bin, "mine"), "mine");
@@ -727,6 +744,28 @@ testInstall("schedules anew what lies elsewhere now", async (scratch) => {
   assertEquals(Deno.readTextFileSync(table), "");
 });
 
+testInstall(
+  "leaves links and schedules to the checkout that this one is a copy of",
+  async (scratch) => {
+    const table = fakeCron(scratch);
+    const checkout = makeCheckout(scratch);
+    const prefix = join(scratch.dir, "usr");
+    await install(scratch, checkout, ["--prefix", prefix]);
+    const crontab = Deno.readTextFileSync(table);
+    const copy = join(scratch.dir, "copy");
+    await run(scratch, ["cp", "-R", checkout, copy]);
+    const { stderr } = await install(scratch, copy, []);
+    assertStringIncludes(stderr, `this is a copy of ${checkout}`);
+    await refuse(scratch, copy, ["--prefix", prefix], [1, "Cannot link", "move it away"]);
+    await install(scratch, copy, ["--uninstall", "--purge"]);
+    assertEquals(Deno.readTextFileSync(table), crontab);
+    assertEquals(Deno.readLinkSync(join(prefix, "bin", "status")), join(checkout, "bin", "status"));
+    assert(!existsSync(join(copy, "bin")));
+    await install(scratch, checkout, ["--uninstall", "--purge"]);
+    assertEquals([Deno.readTextFileSync(table), existsSync(prefix)], ["", false]);
+  },
+);
+
 testInstall("goes on where the scheduler refuses, and says how to try again", async (scratch) => {
   fakeCron(scratch);
   writeScript(
@@ -804,7 +843,7 @@ testInstall("--uninstall --purge keeps tasks that were there before", async (scr
   writeFile(join(checkout, ".automaton/tasks/mine/BRIEF.md"), "mine");
   await install(scratch, checkout);
   const { stderr } = await install(scratch, checkout, ["--uninstall", "--purge"]);
-  assertStringIncludes(stderr, "keeping .automaton: it was there before");
+  assertStringIncludes(stderr, "keeping .automaton: it was not made by install.sh here");
   assertEquals(Deno.readTextFileSync(join(checkout, ".automaton/tasks/mine/BRIEF.md")), "mine");
 });
 

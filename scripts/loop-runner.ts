@@ -91,7 +91,6 @@ const CHECK_OUTPUT_CHARS = 4000;
  * place, Linux names the running one "<path> (deleted)", and a tick would no longer find `status`.
  */
 const EXECUTABLE = Deno.realPathSync(Deno.execPath());
-const DEFAULT_BACKOFF_S = 900;
 /** Rate limits are told in the last lines; the same words further up may be code or logs. */
 const BACKOFF_LINES = 20;
 /** Deeper nesting than any verdict has; keeps the reader's recursion bounded. */
@@ -895,14 +894,15 @@ export function sleep(milliseconds: number): Promise<void> {
  * @returns The open file that holds the lock until it is closed, or null when somebody else holds it.
  */
 export async function acquireLock(path: string, timeoutMs: number): Promise<Deno.FsFile | null> {
-  const deadline = Date.now() + timeoutMs;
+  // A clock of its own: the system's may be set while somebody waits.
+  const deadline = performance.now() + timeoutMs;
   while (true) {
     const file = Deno.openSync(path, { read: true, write: true, create: true });
-    const isOurs = await tryLock(file, Math.max(0, deadline - Date.now()));
+    const isOurs = await tryLock(file, Math.max(0, deadline - performance.now()));
     if (isOurs && isSameFile(file, path)) return file;
     if (isOurs !== null) file.close();
     if (isOurs !== true) {
-      if (Date.now() >= deadline) return null;
+      if (performance.now() >= deadline) return null;
       await sleep(50);
     }
   }
@@ -1193,6 +1193,7 @@ export const LOOP_DEFAULTS = {
   plateauWindow: 3,
   maxConsecutiveFailures: 3,
   intervalSeconds: 3600,
+  backoffSeconds: 900,
   allowedPhases: ["research", "design", "spec", "implement", "code_review", "bug_hunt"],
 } as const;
 
@@ -2645,15 +2646,16 @@ function startProgress(
   { loop, number }: Tick,
   label: string,
 ): { show(line: string): void; end(): void } {
-  const startedAt = Date.now();
+  const startedAt = performance.now();
   const isTerminal = Deno.stderr.isTerminal();
   const write = (text: string) => Deno.stderr.writeSync(new TextEncoder().encode(text));
-  let shownAt = 0;
-  const head = () => `${loop} tick ${number}: ${label} ${formatSeconds(Date.now() - startedAt)}`;
+  let shownAt = -Infinity;
+  const head = () =>
+    `${loop} tick ${number}: ${label} ${formatSeconds(performance.now() - startedAt)}`;
   return {
     show(line) {
-      if (!isTerminal || Date.now() - shownAt < 1000) return;
-      shownAt = Date.now();
+      if (!isTerminal || performance.now() - shownAt < 1000) return;
+      shownAt = performance.now();
       const columns = Deno.consoleSize().columns || 80;
       write(`\r\u001b[K${fitLine(`${head()}  ${line}`, columns - 1)}`);
     },
@@ -3302,7 +3304,7 @@ function failureOf(tick: Tick, outcome: HarnessOutcome): HarnessFailure | Backof
   const words = `${outcome.result}: ${outcome.message}`;
   const backoff = tick.config.harness?.backoff;
   if (backoff !== undefined && isRateLimit(outcome, backoff)) {
-    const seconds = backoff.seconds ?? DEFAULT_BACKOFF_S;
+    const seconds = backoff.seconds ?? LOOP_DEFAULTS.backoffSeconds;
     const notBefore = new Date(Date.now() + seconds * 1000).toISOString();
     return new BackoffError(notBefore, `rate limit (${words}); no harness before ${notBefore}`);
   }
@@ -3529,7 +3531,7 @@ async function runChecks(tick: Tick): Promise<CheckResult[]> {
   const results: CheckResult[] = [];
   for (const [index, command] of (tick.config.checks ?? []).entries()) {
     await checkStop(tick);
-    const startedAt = Date.now();
+    const startedAt = performance.now();
     const outcome = await runHarness(tick, {
       label: `check${index + 1}`,
       argv: command,
@@ -3547,7 +3549,7 @@ async function runChecks(tick: Tick): Promise<CheckResult[]> {
       ok: outcome.result === "ok",
       result: outcome.result,
       exit_code: outcome.exitCode,
-      duration_ms: Date.now() - startedAt,
+      duration_ms: Math.round(performance.now() - startedAt),
       output: output.length > CHECK_OUTPUT_CHARS ? `…${output.slice(-CHECK_OUTPUT_CHARS)}` : output,
     });
   }
@@ -3827,11 +3829,11 @@ function printDryRun(tick: Tick): void {
 }
 
 async function timed<T>(summary: Summary, step: StepName, work: () => Promise<T>): Promise<T> {
-  const startedAt = Date.now();
+  const startedAt = performance.now();
   try {
     return await work();
   } finally {
-    summary.durations_ms[step] += Date.now() - startedAt;
+    summary.durations_ms[step] += Math.round(performance.now() - startedAt);
   }
 }
 
@@ -3987,7 +3989,7 @@ function makeSummary({ loop, project }: TickOptions): Summary {
 /** Runs one tick. Never throws: every path ends in a summary. */
 export async function runTick(options: TickOptions): Promise<Summary> {
   const summary = makeSummary(options);
-  const startedAt = Date.now();
+  const startedAt = performance.now();
   const dir = join(options.project, ".automaton", "loops", options.loop);
   const skip = (reason: SkipReason, ok: boolean, message: string) =>
     Object.assign(summary, { ok, skipped: true, reason, message });
@@ -4026,7 +4028,7 @@ export async function runTick(options: TickOptions): Promise<Summary> {
   } catch (error) {
     skip("gate_failed", false, errorMessage(error));
   } finally {
-    summary.durations_ms.total = Date.now() - startedAt;
+    summary.durations_ms.total = Math.round(performance.now() - startedAt);
   }
   return summary;
 }

@@ -734,14 +734,15 @@ export function sleep(milliseconds: number): Promise<void> {
  * @returns The open file that holds the lock until it is closed, or null when somebody else holds it.
  */
 export async function acquireLock(path: string, timeoutMs: number): Promise<Deno.FsFile | null> {
-  const deadline = Date.now() + timeoutMs;
+  // A clock of its own: the system's may be set while somebody waits.
+  const deadline = performance.now() + timeoutMs;
   while (true) {
     const file = Deno.openSync(path, { read: true, write: true, create: true });
-    const isOurs = await tryLock(file, Math.max(0, deadline - Date.now()));
+    const isOurs = await tryLock(file, Math.max(0, deadline - performance.now()));
     if (isOurs && isSameFile(file, path)) return file;
     if (isOurs !== null) file.close();
     if (isOurs !== true) {
-      if (Date.now() >= deadline) return null;
+      if (performance.now() >= deadline) return null;
       await sleep(50);
     }
   }
@@ -1032,6 +1033,7 @@ export const LOOP_DEFAULTS = {
   plateauWindow: 3,
   maxConsecutiveFailures: 3,
   intervalSeconds: 3600,
+  backoffSeconds: 900,
   allowedPhases: ["research", "design", "spec", "implement", "code_review", "bug_hunt"],
 } as const;
 
@@ -4778,7 +4780,10 @@ async function findTrip(subject: GateSubject): Promise<GateTrip | null> {
 function answerGate(name: string, subject: GateSubject, trip: GateTrip | null): Answer {
   const { invocation, state, config, task, spentUsd } = subject;
   const budget = config.brakes?.max_budget_usd ?? null;
-  const isBackoff = state.status === "running" && Date.parse(state.not_before ?? "") > Date.now();
+  const waitMs = Date.parse(state.not_before ?? "") - Date.now();
+  const longestMs = (config.harness?.backoff?.seconds ?? LOOP_DEFAULTS.backoffSeconds) * 1000;
+  // A longer wait than a tick sets comes from a clock that was wrong then, or is now.
+  const isBackoff = state.status === "running" && waitMs > 0 && waitMs <= longestMs;
   const reason = state.status === "halted"
     ? `halted:${state.halt_reason}`
     : state.status !== "running"

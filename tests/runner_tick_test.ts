@@ -162,7 +162,10 @@ Deno.test("a tick skips what it may not do, with a stable reason and exit code 0
     }],
     ["paused", true, /paused/, { state: { status: "paused" } }],
     ["complete", true, /complete/, { state: { status: "complete" } }],
-    ["backoff", true, /backoff/, { state: { not_before: "2999-01-01T00:00:00Z" } }],
+    ["backoff", true, /backoff/, {
+      config: { harness: { backoff: { seconds: 1e12 } } },
+      state: { not_before: "2999-01-01T00:00:00Z" },
+    }],
     ["no_current_task", true, /--claim-loop-task night/, { phase: null }],
     ["no_work", true, /backlog/, {
       phase: null,

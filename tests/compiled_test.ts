@@ -2,7 +2,13 @@
  * The compiled programs: made by install.sh, called by their absolute path from `/` with nothing in their
  * environment. Ignored where there is no base to compile with.
  */
-import { assert, assertEquals, assertMatch, assertStringIncludes } from "@std/assert";
+import {
+  assert,
+  assertEquals,
+  assertMatch,
+  assertNotEquals,
+  assertStringIncludes,
+} from "@std/assert";
 import { existsSync } from "@std/fs";
 import { join } from "@std/path";
 import {
@@ -19,7 +25,14 @@ import {
   writeLoop,
   writeTask,
 } from "./helpers.ts";
-import { makeCheckout, makePath, names, NO_COMPILE_REASON, runSh } from "./install_support.ts";
+import {
+  makeCheckout,
+  makePath,
+  names,
+  NO_COMPILE_REASON,
+  programIdentities,
+  runSh,
+} from "./install_support.ts";
 
 const PROGRAMS = ["loop-runner", "status", "vram-detect"] as const;
 
@@ -31,7 +44,11 @@ const set = {
 globalThis.addEventListener("unload", () => set.scratch[Symbol.dispose]());
 
 /** Installs in a checkout with compiled programs. */
-async function compile(scratch: Scratch, checkout: string, args: readonly string[]): Promise<void> {
+async function compile(
+  scratch: Scratch,
+  checkout: string,
+  args: readonly string[],
+): Promise<Result> {
   const env = {
     DENORT_BIN: Deno.env.get("DENORT_BIN"),
     AUTOMATON_COMPILE_DENO: Deno.env.get("AUTOMATON_COMPILE_DENO"),
@@ -40,6 +57,7 @@ async function compile(scratch: Scratch, checkout: string, args: readonly string
   const options = { env, timeoutMs: 300_000 };
   const result = await runSh(scratch, script, ["--require-compile", ...args], options);
   assertEquals(result.code, 0, `${result.stdout}${result.stderr}`);
+  return result;
 }
 
 async function compileOnce(): Promise<string> {
@@ -188,6 +206,20 @@ testCompiled("play the demo from its first tick to its last", async (scratch, bi
   assertEquals(code, 0, `${stdout}${stderr}`);
   const state = readJson(join(project, ".automaton/loops/demo/.state.loop"));
   assertEquals([state.status, state.iteration_count], ["complete", 7]);
+});
+
+testCompiled("are made again only when something changed", async (scratch, bin, checkout) => {
+  const before = programIdentities(checkout);
+  const { stderr } = await compile(scratch, checkout, ["--no-loop"]);
+  assertStringIncludes(stderr, "the compiled programs are up to date");
+  assertEquals(programIdentities(checkout), before);
+  const script = join(checkout, "scripts", "vram-detect.ts");
+  Deno.writeTextFileSync(script, "// A newer version.\n", { append: true });
+  await compile(scratch, checkout, ["--no-loop"]);
+  assertNotEquals(programIdentities(checkout)[2], before[2]);
+  Deno.removeSync(join(bin, "status"));
+  await compile(scratch, checkout, ["--no-loop"]);
+  assertEquals(names(bin), [...PROGRAMS]);
 });
 
 // --- Permissions ---

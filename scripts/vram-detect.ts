@@ -1925,10 +1925,8 @@ function listHfLayerKinds(config: Record<string, unknown>): string[] {
   // Nemotron-H: a letter a layer.
   const letters = config["hybrid_override_pattern"];
   if (typeof letters === "string") {
-    return Array.from(
-      letters,
-      (letter) => letter === "*" ? "attention" : letter === "M" ? "mamba" : "mlp",
-    );
+    const words: Record<string, string> = { "*": "attention", "M": "mamba" };
+    return Array.from(letters, (letter) => words[letter] ?? "mlp");
   }
   const period = findNumber(config, "attn_layer_period");
   const offset = findNumber(config, "attn_layer_offset");
@@ -2058,9 +2056,13 @@ export function parseLinuxFacts(text: string): Map<string, string> {
   return files;
 }
 
-/** A whole number of bytes; null for anything else. */
-function parseByteCount(text: unknown): number | null {
-  return typeof text === "string" && /^\d{1,19}$/.test(text) ? Number(text) : null;
+/** A whole number, by default of bytes; null for anything else. */
+function parseByteCount(text: unknown, unitBytes = 1): number | null {
+  return typeof text === "string" && /^\d{1,19}$/.test(text) ? Number(text) * unitBytes : null;
+}
+
+function subtract(total: number | null, used: number | null): number | null {
+  return total === null || used === null ? null : total - used;
 }
 
 /** Total and free memory; free memory that is no part of the total is unknown, for the reason `why`. */
@@ -2084,10 +2086,8 @@ function readingOf(total: number | null, free: number | null, why: string): Memo
  */
 export function parseHostMemory(files: ReadonlyMap<string, string>): MemoryReading {
   const meminfo = files.get("/proc/meminfo") ?? "";
-  const field = (name: string): number | null => {
-    const kib = parseByteCount(new RegExp(`^${name}:\\s+(\\d+) kB$`, "m").exec(meminfo)?.[1]);
-    return kib === null ? null : kib * KIB;
-  };
+  const field = (name: string) =>
+    parseByteCount(new RegExp(`^${name}:\\s+(\\d+) kB$`, "m").exec(meminfo)?.[1], KIB);
   const total = field("MemTotal");
   const host = readingOf(total, field("MemAvailable"), "/proc/meminfo tells no MemAvailable");
   if (total === null || host.free_bytes === null) return host;
@@ -2174,11 +2174,8 @@ function reportVisible<T extends NamedCard>(
     const isBlind = entry.startsWith("MIG-") ||
       (entry.startsWith("GPU-") && cards.some((card) => card.uuid === null));
     if (isBlind) {
-      return newProbe(
-        probe,
-        "unknown",
-        `${visible.variable} lists ${entry}, whose memory is not known`,
-      );
+      const reason = `${visible.variable} lists ${entry}, whose memory is not known`;
+      return newProbe(probe, "unknown", reason);
     }
     const card = cards.find(({ index, uuid }) =>
       index === entry || (entry.length > 3 && uuid?.startsWith(entry))
@@ -2248,15 +2245,12 @@ function parseNvidiaRow(line: string): NvidiaCard | null {
 function describeNvidiaCard(card: NvidiaCard, host: MemoryReading): DeviceReport {
   const identity = { id: card.uuid, name: card.name };
   if (NVIDIA_UNIFIED.test(card.name)) {
-    const note = ["shares the machine's memory", ...host.note === null ? [] : [host.note]].join(
-      ", ",
-    );
+    const note = `shares the machine's memory${host.note === null ? "" : `, ${host.note}`}`;
     return { ...identity, kind: "integrated", ...host, note };
   }
-  const toBytes = (mib: number | null) => mib === null ? null : mib * MIB;
   const why = `nvidia-smi says memory.total ${card.total}, memory.free ${card.free}`;
-  const [total, free] = [card.total, card.free].map((cell) => toBytes(parseByteCount(cell)));
-  return { ...identity, kind: "discrete", ...readingOf(total ?? null, free ?? null, why) };
+  const [total, free] = [parseByteCount(card.total, MIB), parseByteCount(card.free, MIB)];
+  return { ...identity, kind: "discrete", ...readingOf(total, free, why) };
 }
 
 /** One graphics card below /sys/class/drm. */
@@ -2314,7 +2308,7 @@ function describeAmdCard(card: DrmCard, host: MemoryReading): DeviceReport {
   const gtt = card.bytes("device/mem_info_gtt_total") ?? 0;
   const gttUsed = card.bytes("device/mem_info_gtt_used") ?? 0;
   const why = `the driver says mem_info_vram_total ${vram}, mem_info_vram_used ${used}`;
-  const own = readingOf(vram, vram === null || used === null ? null : vram - used, why);
+  const own = readingOf(vram, subtract(vram, used), why);
   const isApu = vram !== null && vram <= APU_MAX_VRAM_BYTES && gtt >= APU_MIN_GTT_BYTES &&
     gtt >= APU_MIN_GTT_RATIO * vram;
   if (!isApu || own.free_bytes === null) return { ...identity, kind: "discrete", ...own };
@@ -2354,9 +2348,12 @@ export function parseRocmSmi(output: ProbeOutput, visible: VisibleDevices): Prob
     const read = (name: string) => parseByteCount(isRecord(fields) ? fields[name] : null);
     const total = read("VRAM Total Memory (B)");
     const used = read("VRAM Total Used Memory (B)");
-    const free = total === null || used === null ? null : total - used;
-    const why = `rocm-smi says total ${total}, used ${used}`;
-    return { id, name: `AMD ${id}`, kind: "discrete", ...readingOf(total, free, why) };
+    const reading = readingOf(
+      total,
+      subtract(total, used),
+      `rocm-smi says total ${total}, used ${used}`,
+    );
+    return { id, name: `AMD ${id}`, kind: "discrete", ...reading };
   });
 }
 
@@ -2447,10 +2444,10 @@ export function parseWindowsRegistry(output: ProbeOutput): ProbeReport {
 export function parseWindowsMemory(output: ProbeOutput): MemoryReading {
   const failure = describeFailure(output);
   const printed = "problem" in output ? "" : output.stdout;
-  const [, free, total] = /^\s*(\d{1,12}) (\d{1,12})\s*$/.exec(printed) ?? [];
   const why = `powershell ${failure ?? `printed ${listLines(printed)[0] ?? "nothing"}`}`;
-  if (failure !== null || free === undefined) return readingOf(null, null, why);
-  return readingOf(Number(total) * KIB, Number(free) * KIB, why);
+  if (failure !== null) return readingOf(null, null, why);
+  const [free, total] = printed.trim().split(" ").map((word) => parseByteCount(word, KIB));
+  return readingOf(total ?? null, free ?? null, why);
 }
 
 /** The machine's own memory as a device. */
@@ -2486,23 +2483,19 @@ function wrapText(text: string, width: number): string[] {
   return lines;
 }
 
-/** A row of a table: what, how much (flush right), and words that may take several lines. */
-type TableRow = readonly [label: string, amount: string, words?: string];
+/** A row of a table: what, words that may take several lines, how much (flush right). */
+type TableRow = readonly [label: string, words: string, amount?: string];
 
 /** Lays out a titled table in lines of `columns`; nothing when it has no rows. */
 function renderTable(title: string, rows: readonly TableRow[], columns: number): string[] {
   if (rows.length === 0) return [];
-  const width = (column: 0 | 1) => Math.max(...rows.map((row) => row[column].length));
-  const [first, second] = [width(0), width(1)];
-  const lines = rows.flatMap(([label, amount, words = ""]) => {
-    const lead = [
-      `  ${printable(label).padEnd(first)}`,
-      ...second > 0 ? [amount.padStart(second)] : [],
-    ]
-      .join("  ");
-    const [head, ...tail] = wrapText(words, Math.max(20, columns - lead.length - 2));
-    const indent = " ".repeat(lead.length);
-    return [`${lead}  ${head}`, ...tail.map((line) => `${indent}  ${line}`)];
+  const labelWidth = Math.max(...rows.map(([label]) => label.length));
+  const amountWidth = Math.max(...rows.map(([, , amount = ""]) => amount.length));
+  const lines = rows.flatMap(([label, words, amount = ""]) => {
+    const cells = amountWidth > 0 ? [amount.padStart(amountWidth)] : [];
+    const lead = ["", printable(label).padEnd(labelWidth), ...cells, ""].join("  ");
+    const [head, ...tail] = wrapText(words, Math.max(20, columns - lead.length));
+    return [lead + head, ...tail.map((line) => " ".repeat(lead.length) + line)];
   });
   return ["", title, ...lines.map((line) => line.trimEnd())];
 }
@@ -2513,11 +2506,8 @@ function renderTable(title: string, rows: readonly TableRow[], columns: number):
  * @param columns How many characters a line may hold.
  * @returns Several lines, without a final newline.
  */
-export function renderExplanation(
-  { report, need, raises }: Detection,
-  columns: number,
-): string {
-  const { budget, memory_at_context: asked } = report;
+export function renderExplanation({ report, need, raises }: Detection, columns: number): string {
+  const { budget, warnings, memory_at_context: asked } = report;
   const needs = [need, asked?.context_tokens === need?.context_tokens ? null : asked];
   const sections: [string, TableRow[]][] = [
     ["Model", listModelRows(report)],
@@ -2527,77 +2517,67 @@ export function renderExplanation(
     ),
     [`Budget: ${budget?.pool}`, budget === null ? [] : listBudgetRows(budget)],
     ["Answer", listAnswerRows(report)],
-    ["What would raise it", raises.map((line) => ["-", "", line])],
-    ["Warnings", report.warnings.map((line) => ["-", "", line])],
+    ["What would raise it", raises.map((line) => ["-", line])],
+    ["Warnings", warnings.map((line) => ["-", line])],
   ];
   return sections.flatMap(([title, rows]) => renderTable(title, rows, columns)).slice(1).join("\n");
 }
 
 function listModelRows({ model, assumptions }: DetectReport): TableRow[] {
-  if (model === null) return [["name", "", "none"]];
-  const { name, path, architecture } = model;
-  const rows: TableRow[] = [["name", "", `${name}`]];
-  if (architecture === undefined || assumptions === null) return rows;
+  const { name = "none", path } = model ?? {};
+  const nameRow: TableRow = ["name", `${name}`];
+  if (model === null || assumptions === null) return [nameRow];
   const kinds = [
     [model.full_context_layers, "keep the whole context"],
     [model.sliding_layers, `keep a window of ${model.window_tokens} tokens`],
     [model.recurrent_layers, "keep a recurrent state"],
   ].filter(([count]) => count !== 0).map((words) => words.join(" "));
-  const { kv_type_k, kv_type_v, slots, ubatch_tokens } = assumptions;
+  const { kv_type_k: k, kv_type_v: v, slots, ubatch_tokens: ubatch } = assumptions;
   return [
-    ...path === name ? [] : rows,
-    ["path", "", `${path}${model.files === 1 ? "" : ` (${model.files} files)`}`],
-    [
-      "architecture",
-      "",
-      `${architecture}${model.is_upper_bound ? ", figures are upper bounds" : ""}`,
-    ],
-    ["layers", "", `${model.layers}: ${kinds.join(", ")}`],
-    ["native context", "", `${model.native_context_tokens ?? "unknown"} tokens`],
-    [
-      "run with",
-      "",
-      `K in ${kv_type_k}, V in ${kv_type_v}, slots ${slots}, ubatch ${ubatch_tokens}`,
-    ],
+    ...path === name ? [] : [nameRow],
+    ["path", `${path}${model.files === 1 ? "" : ` (${model.files} files)`}`],
+    ["architecture", `${model.architecture}${model.is_upper_bound ? ", an upper bound" : ""}`],
+    ["layers", `${model.layers}: ${kinds.join(", ")}`],
+    ["native context", `${model.native_context_tokens ?? "unknown"} tokens`],
+    ["run with", `K in ${k}, V in ${v}, slots ${slots}, ubatch ${ubatch}`],
   ];
 }
 
 function listDeviceRows({ devices, probes }: DetectReport): TableRow[] {
   const rows = devices.map(({ name, kind, note, ...device }): TableRow => {
-    if (device.free_bytes === null) return [name, "unknown", `${device.unknown_reason}`];
-    const total = `free of ${formatMib(device.total_bytes ?? 0)}`;
-    return [name, formatMib(device.free_bytes), [total, kind, note ?? []].flat().join(", ")];
+    if (device.free_bytes === null) return [name, `${device.unknown_reason}`, "unknown"];
+    const words = [`free of ${formatMib(device.total_bytes ?? 0)}`, kind, note ?? []].flat();
+    return [name, words.join(", "), formatMib(device.free_bytes)];
   });
   const absent = probes.filter((probe) => probe.state === "absent");
-  return [...rows, ...absent.map(({ probe, reason }): TableRow => [probe, "absent", `${reason}`])];
+  return [...rows, ...absent.map(({ probe, reason }): TableRow => [probe, `${reason}`, "absent"])];
 }
 
 function listNeedRows(need: MemoryAtContext, { memory }: DetectReport): TableRow[] {
-  const projector = memory?.projector_bytes ?? 0;
-  const rows: [string, number, string?][] = [
-    ["weights", need.weights_bytes, projector > 0 ? `of it projector ${formatMib(projector)}` : ""],
-    ["KV cache", need.kv_bytes, `${memory?.kv_bytes_per_token} bytes a token`],
-    ["KV cache of windows", need.kv_swa_bytes],
-    ["recurrent state", need.recurrent_bytes],
+  const { projector_bytes, kv_bytes_per_token, compute_bytes_per_token } = memory ?? {};
+  const rows: [string, string, number][] = [
     [
-      "compute buffer",
-      need.compute_bytes,
-      `of it ${memory?.compute_bytes_per_token} bytes a token`,
+      "weights",
+      projector_bytes ? `of it projector ${formatMib(projector_bytes)}` : "",
+      need.weights_bytes,
     ],
-    ["together", need.total_bytes],
+    ["KV cache", `${kv_bytes_per_token} bytes a token`, need.kv_bytes],
+    ["KV cache of windows", "", need.kv_swa_bytes],
+    ["recurrent state", "", need.recurrent_bytes],
+    ["compute buffer", `of it ${compute_bytes_per_token} bytes a token`, need.compute_bytes],
+    ["together", "", need.total_bytes],
   ];
-  return rows.filter(([, bytes]) => bytes > 0).map((
-    [label, bytes, words],
-  ) => [label, formatMib(bytes), words ?? ""]);
+  return rows.filter((row) => row[2] > 0).map((
+    [label, words, bytes],
+  ) => [label, words, formatMib(bytes)]);
 }
 
 function listBudgetRows({ terms, total_bytes }: BudgetReport): TableRow[] {
-  const rows = terms.map((term): TableRow => [
-    term.device,
-    formatMib(term.usable_bytes),
-    `${formatMib(term.free_bytes)} free - ${formatMib(term.headroom_bytes)} headroom`,
-  ]);
-  return terms.length === 1 ? rows : [...rows, ["together", formatMib(total_bytes)]];
+  const rows = terms.map((term): TableRow => {
+    const words = `${formatMib(term.free_bytes)} free - ${formatMib(term.headroom_bytes)} headroom`;
+    return [term.device, words, formatMib(term.usable_bytes)];
+  });
+  return terms.length === 1 ? rows : [...rows, ["together", "", formatMib(total_bytes)]];
 }
 
 function listAnswerRows(report: DetectReport): TableRow[] {
@@ -2605,15 +2585,12 @@ function listAnswerRows(report: DetectReport): TableRow[] {
   const origin = budget === null
     ? `from ${source}`
     : `exactly ${budget.exact_context_tokens}, limited by ${budget.limited_by}`;
+  const verdict = report.loop_mode_eligible
+    ? `yes, the floor is ${FLOOR_TOKENS} tokens`
+    : `no: ${report.reason}`;
   return [
-    ["context", "", tokens === null ? "unknown" : `${tokens} tokens, ${origin}`],
-    [
-      "fit for loops",
-      "",
-      report.loop_mode_eligible
-        ? `yes, the floor is ${FLOOR_TOKENS} tokens`
-        : `no: ${report.reason}`,
-    ],
+    ["context", tokens === null ? "unknown" : `${tokens} tokens, ${origin}`],
+    ["fit for loops", verdict],
   ];
 }
 
@@ -2653,7 +2630,8 @@ export function listRaises(
 
 function describeError(error: unknown): string {
   if (error instanceof Deno.errors.NotFound) return "no such file";
-  return error instanceof Error ? error.message : `${error}`;
+  // Without the words that repeat the path.
+  return (error instanceof Error ? error.message : `${error}`).replace(/ \(os error \d+\).*/s, "");
 }
 
 function isFilePath(path: string): boolean {

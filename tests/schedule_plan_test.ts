@@ -179,7 +179,7 @@ Deno.test("launchd's list of times is what the cron lines say", () => {
 });
 
 Deno.test({
-  name: "systemd reads the OnCalendar values as the cron lines",
+  name: "systemd reads the OnCalendar values as the cron lines (needs systemd-analyze)",
   ignore: !isInstalled("systemd-analyze"),
   fn: () => {
     for (const [seconds, , cron, calendar] of TABLE) {

@@ -118,7 +118,7 @@ Deno.test("a task goes on for ever, alone, on batteries, and is made up for", ()
 });
 
 Deno.test({
-  name: "systemd-analyze finds nothing to say about any timer and service",
+  name: "systemd-analyze, where installed, finds nothing to say about any timer and service",
   ignore: !isInstalled("systemd-analyze"),
   fn: async () => {
     using scratch = makeScratch();
@@ -176,7 +176,7 @@ function assertKeysOnce(xml: string): void {
 }
 
 Deno.test({
-  name: "plistlib reads every agent, with all that launchd needs in the right types",
+  name: "plistlib of python3, where installed, reads every agent with the right types",
   ignore: !isInstalled("python3"),
   fn: async () => {
     const cases = INTERVALS.flatMap((seconds) =>

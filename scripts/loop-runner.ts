@@ -2253,13 +2253,18 @@ interface HarnessRequest {
 }
 
 /** The values at a dotted path of a JSON value; `*` stands for every item of a list or an object. */
-function listDottedPath(value: unknown, path: string): unknown[] {
-  return path.split(".").reduce<unknown[]>((found, key) =>
-    found.flatMap((inner) => {
-      if (typeof inner !== "object" || inner === null) return [];
-      if (key === "*") return Object.values(inner);
-      return Object.hasOwn(inner, key) ? [(inner as Record<string, unknown>)[key]] : [];
-    }), [value]);
+function listDottedPath(value: unknown, keys: readonly string[]): unknown[] {
+  let inner = value;
+  for (const [index, key] of keys.entries()) {
+    if (typeof inner !== "object" || inner === null) return [];
+    if (key === "*") {
+      const below = keys.slice(index + 1);
+      return Object.values(inner).flatMap((item) => listDottedPath(item, below));
+    }
+    if (!Object.hasOwn(inner, key)) return [];
+    inner = (inner as Record<string, unknown>)[key];
+  }
+  return [inner];
 }
 
 /** Reads cost, tokens, text and error out of a harness's JSON lines as they come. */
@@ -2278,7 +2283,27 @@ export class UsageReader {
     error: null,
   };
 
-  constructor(readonly config: UsageConfig) {}
+  /** The paths of the configuration, taken apart once: there may be millions of lines. */
+  readonly #paths: Readonly<
+    Record<"cost" | "input" | "output" | "text" | "error", string[] | null>
+  >;
+  readonly #where: readonly (readonly [path: string[], text: string])[];
+  /** A line without any of these words holds nothing that is looked for, and need not be parsed. */
+  readonly #marks: readonly string[];
+
+  constructor(readonly config: UsageConfig) {
+    const split = (path: string | undefined) => path?.split(".") ?? null;
+    this.#paths = {
+      cost: split(config.cost_usd),
+      input: split(config.input_tokens),
+      output: split(config.output_tokens),
+      text: split(config.text),
+      error: split(config.error),
+    };
+    this.#where = Object.entries(config.where ?? {}).map(([path, text]) => [path.split("."), text]);
+    const keys = Object.values(this.#paths).map((path) => path?.findLast((key) => key !== "*"));
+    this.#marks = keys.filter((key) => key !== undefined).map((key) => JSON.stringify(key));
+  }
 
   /** Takes the next bytes of stdout; a line longer than TAIL_BYTES is passed over. */
   push(bytes: Uint8Array): void {
@@ -2302,33 +2327,33 @@ export class UsageReader {
 
   #readLine(line: string): void {
     if (!line.trimStart().startsWith("{")) return;
+    if (!this.#marks.some((mark) => line.includes(mark))) return;
     let record: unknown;
     try {
       record = JSON.parse(line);
     } catch {
       return; // A line for people between the records.
     }
-    const { where = {}, combine, cost_usd, input_tokens, output_tokens, text, error } = this.config;
-    const isMeant = Object.entries(where).every(([path, wanted]) =>
-      listDottedPath(record, path).includes(wanted)
-    );
-    if (!isMeant) return;
-    const valuesAt = (path: string | undefined) =>
-      path === undefined ? [] : listDottedPath(record, path);
-    this.#hasRecord ||= [cost_usd, input_tokens, output_tokens, text, error]
-      .some((path) => valuesAt(path).length > 0);
-    const add = (key: "costUsd" | "inputTokens" | "outputTokens", path: string | undefined) => {
-      const numbers = valuesAt(path).filter(isNumberFrom(0)) as number[];
+    if (!this.#where.every(([path, text]) => listDottedPath(record, path).includes(text))) return;
+    const isSum = this.config.combine === "sum";
+    const valuesAt = (name: "cost" | "input" | "output" | "text" | "error") => {
+      const path = this.#paths[name];
+      const values = path === null ? [] : listDottedPath(record, path);
+      this.#hasRecord ||= values.length > 0;
+      return values;
+    };
+    const add = (key: "costUsd" | "inputTokens" | "outputTokens", values: unknown[]) => {
+      const numbers = values.filter(isNumberFrom(0)) as number[];
       if (numbers.length === 0) return;
-      const known = combine === "sum" ? this.#report[key] ?? 0 : 0;
+      const known = isSum ? this.#report[key] ?? 0 : 0;
       this.#report[key] = numbers.reduce((sum, number) => sum + number, known);
     };
-    add("costUsd", cost_usd);
-    add("inputTokens", input_tokens);
-    add("outputTokens", output_tokens);
-    const texts = valuesAt(text).filter((value) => typeof value === "string");
-    if (texts.length > 0) this.#keepTexts(texts, combine === "sum");
-    this.#report.error = valuesAt(error).find((value) => typeof value === "string") ?? null;
+    add("costUsd", valuesAt("cost"));
+    add("inputTokens", valuesAt("input"));
+    add("outputTokens", valuesAt("output"));
+    const texts = valuesAt("text").filter((value) => typeof value === "string");
+    if (texts.length > 0) this.#keepTexts(texts, isSum);
+    this.#report.error = valuesAt("error").find((value) => typeof value === "string") ?? null;
   }
 
   /** Keeps as much of the answer's end as a verdict is looked for in. */
@@ -2338,9 +2363,13 @@ export class UsageReader {
       this.#texts.push(text);
       this.#textChars += text.length;
     }
-    while (this.#textChars - this.#texts[0]!.length >= TAIL_BYTES) {
-      this.#textChars -= this.#texts.shift()!.length;
+    if (this.#textChars < 2 * TAIL_BYTES) return;
+    // Seldom and many at once: taking them one by one off a long list costs time in its square.
+    let dropped = 0;
+    while (this.#textChars - this.#texts[dropped]!.length >= TAIL_BYTES) {
+      this.#textChars -= this.#texts[dropped++]!.length;
     }
+    this.#texts.splice(0, dropped);
   }
 }
 

@@ -86,6 +86,8 @@ const GIT_CHECKOUT_TIMEOUT_MS = 300_000;
 const COMMIT_TIMEOUT_MS = 300_000;
 const HOOK_TIMEOUT_MS = 60_000;
 const CHECK_OUTPUT_CHARS = 4000;
+/** What a hint shows of a check's output: its end is to survive the cut at HINT_TOKENS. */
+const HINT_CHECK_CHARS = 1500;
 /**
  * This program, or the Deno that runs it. Read at start: once an update has put another file in its
  * place, Linux names the running one "<path> (deleted)", and a tick would no longer find `status`.
@@ -3591,13 +3593,14 @@ async function runChecks(tick: Tick): Promise<CheckResult[]> {
   return results;
 }
 
-/** Checks as a verifier and the next Implement read them. */
-function renderChecks(results: readonly CheckResult[]): string {
+/** Checks as a verifier and the next Implement read them; of a failed one's output the end. */
+function renderChecks(results: readonly CheckResult[], outputChars = CHECK_OUTPUT_CHARS): string {
   return results.map(({ command, ok, result, exit_code, output }) => {
     const end = ok
       ? "passed"
       : `FAILED (${result}${exit_code === null ? "" : `, exit code ${exit_code}`})`;
-    return `$ ${quoteForSh(command)}\n${end}${ok || output === "" ? "" : `\n${output}`}`;
+    const shown = output.length > outputChars ? `…${output.slice(-outputChars)}` : output;
+    return `$ ${quoteForSh(command)}\n${end}${ok || shown === "" ? "" : `\n${shown}`}`;
   }).join("\n\n");
 }
 
@@ -3628,7 +3631,8 @@ async function verify(
     warn(tick, "the verifier changed the work folder: its verdict counts as a fail");
     vetoes.push("the verifier changed the work folder");
   }
-  const verdict = applyVetoes(parsed.verdict, vetoes, renderChecks(checks.filter(({ ok }) => !ok)));
+  const details = renderChecks(checks.filter(({ ok }) => !ok), HINT_CHECK_CHARS);
+  const verdict = applyVetoes(parsed.verdict, vetoes, details);
   const path = outputPath(tick, "verdict.json");
   writeFresh(path, `${JSON.stringify(verdict, null, 2)}\n`);
   tick.summary.artifacts.verdict = path;
@@ -3639,7 +3643,9 @@ async function verify(
 /** A verdict with what overrules it; a pass turned into a fail tells the next try what failed. */
 function applyVetoes(verdict: Verdict, vetoes: readonly string[], details: string): Verdict {
   if (vetoes.length === 0) return verdict;
-  const hint = verdict.next_hint ||
+  // What a verifier that was content says of the next step is not what is to be done now.
+  const own = verdict.pass === true ? "" : verdict.next_hint;
+  const hint = own ||
     truncateText(details === "" ? vetoes.join("; ") : details, MAX_HINT_CHARS);
   return { ...verdict, pass: false, reasons: [...vetoes, ...verdict.reasons], next_hint: hint };
 }
@@ -3739,12 +3745,18 @@ async function commitWork(tick: Tick, verdict: Verdict): Promise<void> {
       GIT_TERMINAL_PROMPT: "0",
     },
     stdin: null,
-    timeoutMs: COMMIT_TIMEOUT_MS,
+    timeoutMs: shorterTimeout(tick, COMMIT_TIMEOUT_MS),
     idleTimeoutMs: 0,
   });
   if (outcome.result === "ok") return;
   const words = outcome.stderrTail.trim().split("\n").slice(-3).join(" ");
   warn(tick, `nothing is committed: ${outcome.message}${words === "" ? "" : `: ${words}`}`);
+}
+
+/** A limit of the runner's own, or that of a session where that is shorter. */
+function shorterTimeout(tick: Tick, limitMs: number): number {
+  const sessionMs = (tick.config.harness?.timeout_seconds ?? DEFAULT_TIMEOUT_S) * 1000;
+  return sessionMs === 0 ? limitMs : Math.min(limitMs, sessionMs);
 }
 
 /** Runs the loop's own command for its completion, once. */
@@ -3760,7 +3772,7 @@ async function runCompletionHook(tick: Tick): Promise<void> {
       AUTOMATON_REASON: "complete",
     },
     stdin: null,
-    timeoutMs: HOOK_TIMEOUT_MS,
+    timeoutMs: shorterTimeout(tick, HOOK_TIMEOUT_MS),
     idleTimeoutMs: 0,
   });
   if (outcome.result !== "ok") warn(tick, `the on_complete hook failed: ${outcome.message}`);

@@ -1974,8 +1974,10 @@ async function runHaltHook(
   dir: string,
   { haltReason, detail }: GateTrip,
 ): Promise<void> {
-  const argv = readConfigOrNull(dir)?.hooks?.on_halt;
+  const config = readConfigOrNull(dir);
+  const argv = config?.hooks?.on_halt;
   if (argv === undefined) return;
+  const sessionMs = (config?.harness?.timeout_seconds || Infinity) * 1000;
   const env = {
     AUTOMATON_HOME: framework,
     AUTOMATON_PROJECT: project,
@@ -1986,15 +1988,41 @@ async function runHaltHook(
     AUTOMATON_REASON: haltReason,
     AUTOMATON_DETAIL: detail,
   };
-  const { code, stderr } = await runCommand(argv, {
-    cwd: project,
-    env,
-    timeoutMs: HALT_HOOK_TIMEOUT_MS,
-  });
-  if (code === 0) return;
-  const message = `the on_halt hook failed: ${stderr || `exit code ${code}`}`;
+  const timeoutMs = Math.min(HALT_HOOK_TIMEOUT_MS, sessionMs);
+  const problem = await runHook(argv, { cwd: project, env, timeoutMs });
+  if (problem === null) return;
+  const message = `the on_halt hook failed: ${problem}`;
   logEvent(dir, "WARNING", "WARNING", { message });
   console.error(`warning: ${message}`);
+}
+
+/** Runs a hook in a process group of its own, ended at the deadline; says what went wrong, else null. */
+async function runHook(
+  argv: readonly string[],
+  { timeoutMs, ...options }: { cwd: string; env: Record<string, string>; timeoutMs: number },
+): Promise<string | null> {
+  const streams = { stdin: "null", stdout: "null", stderr: "null" } as const;
+  let child: Deno.ChildProcess;
+  try {
+    child = new Deno.Command(argv[0]!, {
+      args: argv.slice(1),
+      ...options,
+      ...streams,
+      detached: true,
+    }).spawn();
+  } catch (error) {
+    return (error as Error).message;
+  }
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  const deadline = new Promise<null>((expire) => {
+    timer = setTimeout(() => expire(null), timeoutMs);
+  });
+  const status = await Promise.race([child.status, deadline]);
+  clearTimeout(timer);
+  if (status !== null) return status.success ? null : `exit code ${status.code}`;
+  if (Deno.build.os === "windows") child.kill("SIGKILL");
+  else Deno.kill(-child.pid, "SIGKILL");
+  return `no end within ${timeoutMs / 1000} s`;
 }
 
 /** Turns a pause request into the paused state; only for a running loop, under its lock. */

@@ -7,8 +7,6 @@ import { ROOT, type Scratch, writeScript } from "./helpers.ts";
 export { Cron } from "npm:croner@10.0.1";
 export { DOMParser } from "npm:@xmldom/xmldom@0.9.8";
 export { parse as parseYaml } from "npm:yaml@2.8.1";
-export { CronJob, type ICronJob } from "npm:kubernetes-models@5.1.0/batch/v1/CronJob";
-export { validateWorkflow } from "npm:@action-validator/core@0.6.0";
 
 /** A word with what shells, cron, systemd, XML, YAML and Windows treat in their own way. */
 export const nastyWord: fc.Arbitrary<string> = fc.string({

@@ -18,14 +18,11 @@ import {
 import { fc } from "./deps.ts";
 import { makeScratch, ROOT, run, writeFile, writeScript } from "./helpers.ts";
 import { isInstalled } from "./install_support.ts";
-import {
-  CronJob,
-  DOMParser,
-  type ICronJob,
-  nastyPath,
-  parseYaml,
-  validateWorkflow,
-} from "./schedule_support.ts";
+import { DOMParser, nastyPath, parseYaml } from "./schedule_support.ts";
+// deno-lint-ignore-start no-import-prefix -- only here, since they are slow to load
+import { CronJob, type ICronJob } from "npm:kubernetes-models@5.1.0/batch/v1/CronJob";
+import { validateWorkflow } from "npm:@action-validator/core@0.6.0";
+// deno-lint-ignore-end no-import-prefix
 
 const FIXTURES = join(ROOT, "tests", "fixtures", "schedule");
 const INTERVALS = [60, 90, 300, 420, 1440, 2700, 3600, 5400, 7200, 17_280, 86_400, 100_000];

@@ -126,6 +126,12 @@ export interface Summary {
     readonly reasons: readonly string[];
     readonly next_hint?: string;
   } | null;
+  readonly checks: readonly {
+    readonly result: string;
+    readonly exit_code: number | null;
+    readonly output: string;
+  }[];
+  readonly cost_usd: number | null;
   readonly iteration_count: number | null;
   readonly status: string | null;
   readonly halt_reason: string | null;

@@ -1810,8 +1810,16 @@ function stripNoise(output: string): string {
     // deno-lint-ignore no-control-regex -- escape sequences of terminals start with ESC.
     .replace(/\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\^_])/g, "")
     .replace(/^\uFEFF/, "");
-  if (!/^[ \t]*(?:\/\/|#)/m.test(text)) return text;
-  return text.split("\n").filter((line) => !/^[ \t]*(?:\/\/|#)/.test(line)).join("\n");
+  const parts: string[] = [];
+  const comment = /(?:^|\n)[ \t]*(?:\/\/|#)/g;
+  let from = 0;
+  for (let found = comment.exec(text); found !== null; found = comment.exec(text)) {
+    if (found.index > from) parts.push(text.slice(from, found.index));
+    const end = text.indexOf("\n", comment.lastIndex);
+    from = end < 0 ? text.length : end;
+    comment.lastIndex = from;
+  }
+  return parts.join("") + text.slice(from);
 }
 
 /**

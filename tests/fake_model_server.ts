@@ -217,7 +217,7 @@ function stream(
       if (manner === "slow") await pause(SLOW_PAUSE_MS, end);
       const event = events[next++];
       if (event !== undefined) return controller.enqueue(encoder.encode(event));
-      if (manner === "drop") controller.error(new Error("dropped on purpose"));
+      if (manner === "drop") controller.error("a connection dropped on purpose");
       else controller.close();
     },
   });

@@ -82,6 +82,8 @@ const DRAIN_MS = 1000;
 const TOOLS_PATH = "/usr/bin:/bin";
 /** Younger temporary files may belong to a command that is writing one right now. */
 const SCRATCH_AGE_MS = 3_600_000;
+/** Younger locks of git may be those of a person who looks at the worktree. */
+const STALE_LOCK_MS = 600_000;
 const GIT_CHECKOUT_TIMEOUT_MS = 300_000;
 const COMMIT_TIMEOUT_MS = 300_000;
 const HOOK_TIMEOUT_MS = 60_000;
@@ -2748,12 +2750,16 @@ async function sweepLastRun(dir: string, summary: Summary): Promise<void> {
   }
 }
 
+function isOlderThan(path: string, ageMs: number): boolean {
+  return Date.now() - (Deno.lstatSync(path).mtime?.getTime() ?? 0) > ageMs;
+}
+
 /** Removes scratch folders and half-written files of ticks that were killed. */
 function removeScratch(dir: string): void {
   for (const { name } of [...Deno.readDirSync(dir)]) {
     const path = join(dir, name);
     const isOldTemporary = /^\..+\.tmp-\d+$/.test(name) &&
-      Date.now() - (Deno.lstatSync(path).mtime?.getTime() ?? 0) > SCRATCH_AGE_MS;
+      isOlderThan(path, SCRATCH_AGE_MS);
     if (name.startsWith(".snapshot-") || isOldTemporary) Deno.removeSync(path, { recursive: true });
   }
 }
@@ -2934,6 +2940,7 @@ async function openWorktree(tick: OpenLoop, path: string): Promise<string> {
   const { state } = tick;
   const base = isThere && typeof state.base_commit === "string" ? null : await resolveBase(tick);
   if (base !== null && !isThere) await addWorktree(tick, path, base);
+  await removeStaleLocks(tick, path);
   await initSubmodules(path);
   state.worktree_path = path;
   state.worktree_branch = await gitOrNull(path, ["symbolic-ref", "--short", "-q", "HEAD"]);
@@ -3047,6 +3054,18 @@ async function addWorktree(tick: OpenLoop, path: string, base: { commit: string 
     await gitOrNull(tick.project, ["rev-parse", "--verify", "-q", `refs/heads/${branch}`]) !== null;
   const target = exists ? [path, branch] : ["-b", branch, path, base.commit];
   await git(tick.project, ["worktree", "add", ...target], GIT_CHECKOUT_TIMEOUT_MS);
+}
+
+/** Removes git's locks of a worktree whose git was killed: with them nothing could be committed again. */
+async function removeStaleLocks(tick: OpenLoop, path: string): Promise<void> {
+  const names = ["index.lock", "HEAD.lock", `refs/heads/${branchName(tick)}.lock`];
+  const args = ["rev-parse", ...names.flatMap((name) => ["--git-path", name])];
+  for (const name of (await git(path, args)).split("\n")) {
+    const lock = resolve(path, name);
+    if (!existsSync(lock) || !isOlderThan(lock, STALE_LOCK_MS)) continue;
+    Deno.removeSync(lock);
+    warn(tick, `removed "${lock}", which a git that was killed left behind`);
+  }
 }
 
 /** Fills submodules that a fresh worktree has empty. */

@@ -172,15 +172,6 @@ export function listFiles(dir: string): string[] {
   return found;
 }
 
-function isJson(text: string): boolean {
-  try {
-    JSON.parse(text);
-    return true;
-  } catch {
-    return false;
-  }
-}
-
 /** Everything that a project remembers. */
 export interface Memory {
   readonly loops: ReadonlyMap<string, ReturnType<typeof parseLoopState>>;
@@ -190,33 +181,36 @@ export interface Memory {
 
 /** Reads every state file of a project and its copy; those that are no whole states are problems. */
 export function readMemory(scratch: Scratch): Memory {
-  const automaton = join(scratch.project, ".automaton");
+  // A task's folder may move between the listing and the reading: then all is read again.
+  for (let time = 0; time < 20; time++) {
+    const memory = tryReadMemory(join(scratch.project, ".automaton"));
+    if (memory !== null) return memory;
+  }
+  throw new Error("the project never stood still long enough to be read");
+}
+
+function tryReadMemory(automaton: string): Memory | null {
   const loops = new Map<string, ReturnType<typeof parseLoopState>>();
   const tasks = new Map<string, TaskState>();
   const problems: string[] = [];
-  const read = <T>(path: string, parse: (text: string, where: string) => T): T | null => {
-    try {
-      return parse(Deno.readTextFileSync(path), path);
-    } catch (error) {
-      // A folder may be renamed between the listing and the reading.
-      if (!(error instanceof Deno.errors.NotFound)) problems.push((error as Error).message);
-      return null;
-    }
-  };
   for (const path of listFiles(automaton)) {
     const name = path.split("/").at(-2)!;
     if (name.startsWith(".")) continue; // A folder in the making.
-    if (/\/\.state\.loop(\.bak)?$/.test(path)) {
-      const state = read(path, parseLoopState);
-      if (state !== null && path.endsWith(".loop")) loops.set(name, state);
-    } else if (/\/tasks\/.*\/\.state(\.bak)?$/.test(path)) {
-      const task = read(path, parseTaskState);
-      if (task !== null && path.endsWith(".state")) tasks.set(name, task);
-    } else if (/\/\.state\.log(\.\d)?$/.test(path)) {
-      const text = Deno.readTextFileSync(path);
-      for (const line of text.split("\n").filter((each) => each !== "")) {
-        if (!isJson(line)) problems.push(`${path}: torn line ${line.slice(0, 80)}`);
+    try {
+      if (/\/\.state\.loop(\.bak)?$/.test(path)) {
+        const state = parseLoopState(Deno.readTextFileSync(path), path);
+        if (path.endsWith(".loop")) loops.set(name, state);
+      } else if (/\/tasks\/.*\/\.state(\.bak)?$/.test(path)) {
+        const task = parseTaskState(Deno.readTextFileSync(path), path);
+        if (path.endsWith(".state")) tasks.set(name, task);
+      } else if (/\/\.state\.log(\.\d)?$/.test(path)) {
+        for (const line of Deno.readTextFileSync(path).split("\n")) {
+          if (line !== "") JSON.parse(line);
+        }
       }
+    } catch (error) {
+      if (error instanceof Deno.errors.NotFound) return null;
+      problems.push(`${path}: ${(error as Error).message}`);
     }
   }
   return { loops, tasks, problems };

@@ -2450,6 +2450,23 @@ export function parseWindowsMemory(output: ProbeOutput): MemoryReading {
   return readingOf(total ?? null, free ?? null, why);
 }
 
+/**
+ * Puts together what is known of a Windows machine.
+ *
+ * @param outputs What nvidia-smi, reg and powershell printed.
+ * @param visible CUDA_VISIBLE_DEVICES.
+ */
+export function parseWindows(
+  outputs: { smi: ProbeOutput; registry: ProbeOutput; memory: ProbeOutput },
+  visible: VisibleDevices,
+): ProbeReport[] {
+  const host = parseWindowsMemory(outputs.memory);
+  const nvidia = parseNvidiaSmi(outputs.smi, visible, host);
+  // The registry lists NVIDIA's cards too, without telling what is free.
+  const others = nvidia.state === "found" ? [] : [parseWindowsRegistry(outputs.registry)];
+  return [nvidia, ...others, reportHost(host)];
+}
+
 /** The machine's own memory as a device. */
 function reportHost(host: MemoryReading): ProbeReport {
   const state = host.free_bytes === null ? "unknown" : "found";
@@ -2918,11 +2935,7 @@ async function probeWindows(): Promise<ProbeReport[]> {
     runProbe(WINDOWS_REGISTRY),
     runProbe(WINDOWS_MEMORY),
   ]);
-  const host = parseWindowsMemory(memory);
-  const nvidia = parseNvidiaSmi(smi, readVisible("CUDA_VISIBLE_DEVICES"), host);
-  // The registry lists NVIDIA's cards too, without telling what is free.
-  const others = nvidia.state === "found" ? [] : [parseWindowsRegistry(registry)];
-  return [nvidia, ...others, reportHost(host)];
+  return parseWindows({ smi, registry, memory }, readVisible("CUDA_VISIBLE_DEVICES"));
 }
 
 // --- Commands ---

@@ -26,6 +26,7 @@ import {
   parseLinuxFacts,
   parseNvidiaSmi,
   parseRocmSmi,
+  parseWindows,
   parseWindowsMemory,
   parseWindowsRegistry,
   type ProbeOutput,
@@ -343,6 +344,18 @@ Deno.test("parseWindowsMemory() reads free and total KiB", () => {
     "powershell printed 8388608",
     "powershell is not installed",
   ]);
+});
+
+Deno.test("parseWindows() asks the registry only where nvidia-smi knows no card", () => {
+  const smi = printed(fixture("nvidia-two-cards.txt"));
+  const registry = printed(fixture("windows-registry.txt"));
+  const memory = printed("8388608 16777216\r\n");
+  const kinds = (smi: ProbeOutput) =>
+    parseWindows({ smi, registry, memory }, null).map(({ probe, devices }) =>
+      `${probe} ${devices.length}`
+    );
+  assertEquals(kinds(smi), ["nvidia 2", "cpu 1"]);
+  assertEquals(kinds({ problem: "is not installed" }), ["nvidia 0", "windows 2", "cpu 1"]);
 });
 
 Deno.test("parseHostMemory() takes what is available, not what is free, and cuts it to the control groups", () => {

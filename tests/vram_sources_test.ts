@@ -132,6 +132,7 @@ Deno.test("models.json: gguf, kv_type, slots and mmproj of a model; flags go bef
   const { code, report } = await detect(scratch, ["--free-mib", "9000", "--context", "131072"]);
   assertEquals([code, report.source], [0, "gguf"]);
   assertEquals(at(report, "memory", "projector_bytes"), 1000);
+  assertEquals(at(report, "memory_at_context", "weights_bytes"), 128 + 1000);
   assertEquals(at(report, "memory_at_context", "kv_bytes"), 3072 * MIB * 34 / 64);
   assertEquals(at(report, "memory_at_context", "kv_swa_bytes"), 24 * MIB * 34 / 64);
   const flags = ["--kv-type", "f16", "--kv-type-v", "q4_0", "--slots", "1"];
@@ -363,9 +364,9 @@ const HF_LAYERS: [string, Record<string, unknown>, string, string][] = [
   ["lfm2_moe", { conv_L_cache: 3, layer_types: Array(8).fill("conv") }, "lfm2moe", "rrrrrrrr"],
   [
     "llama4_text",
-    { layer_types: Array.from("sssFsssF", (l) => l === "s" ? "chunked_attention" : FULL) },
+    { layer_types: Array.from("ssFFssFF", (l) => l === "s" ? "chunked_attention" : FULL) },
     "llama4",
-    "sssFsssF",
+    "ssFFssFF",
   ],
   ["minimax_m2", {}, "minimax-m2", "FFFFFFFF"],
   ["mistral", {}, "llama", "FFFFFFFF"],

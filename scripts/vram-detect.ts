@@ -291,6 +291,10 @@ const WINDOWS_MEMORY = [
 /** GPUs that share the machine's memory and therefore report none of their own (NVIDIA, 2026). */
 const NVIDIA_UNIFIED = /\b(?:GB10|Thor|Orin)\b/;
 
+/** What an index of CUDA_VISIBLE_DEVICES means is not certain (CUDA's programming guide, 12). */
+const CUDA_ORDER_NOTE = "by its number in nvidia-smi; CUDA counts the fastest card first unless " +
+  "CUDA_DEVICE_ORDER is PCI_BUS_ID";
+
 /** An AMD GPU is an APU when it may borrow much more of the machine's memory than it owns. */
 const APU_MIN_GTT_BYTES = 8 * GIB;
 const APU_MIN_GTT_RATIO = 4;
@@ -2218,6 +2222,10 @@ export function parseNvidiaSmi(
     { probe: "nvidia", cards, visible },
     (card) => describeNvidiaCard(card, host),
   );
+  const isMixed = new Set(cards.map((card) => card.name)).size > 1;
+  if (isMixed && /^\s*\d/.test(visible?.list ?? "")) {
+    for (const device of report.devices) device.note = CUDA_ORDER_NOTE;
+  }
   // A card that has failed is told of in words between the others' rows.
   const odd = lines.find((line) => parseNvidiaRow(line) === null);
   if (odd !== undefined && report.state === "found") {

@@ -167,6 +167,9 @@ Deno.test("parseNvidiaSmi() honours CUDA_VISIBLE_DEVICES: indexes, uuids, order,
     "absent",
     "absent",
   ]);
+  // Cards of different kinds may be numbered otherwise by CUDA.
+  assertMatch(`${shown("1").devices[0]?.note}`, /unless CUDA_DEVICE_ORDER is PCI_BUS_ID/);
+  assertEquals(shown("GPU-9b7e").devices[0]?.note, null);
   // Blanks are allowed, three letters of a uuid are not enough, and a uuid is no index.
   assertEquals(frees(" 1 , 0 "), [11754, 23802]);
   assertEquals(frees("GPU"), []);

@@ -56,8 +56,11 @@ const CRITERIA_TOKENS = 2000;
 const HINT_TOKENS = 1000;
 const TRUNCATION_MARK = " …[truncated]";
 
-/** opencode mangles a prompt given as an argument, so it gets it on stdin (checked with 1.18). */
-const DEFAULT_HARNESS = {
+/**
+ * The harness of a loop that names none. opencode mangles a prompt given as an argument, so it gets it on
+ * stdin (checked with 1.18.34).
+ */
+export const DEFAULT_HARNESS = {
   command: ["opencode", "run", "--dir", "{cwd}"],
   model_args: ["-m", "{model}"],
   stdin: "prompt",

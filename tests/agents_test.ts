@@ -24,6 +24,7 @@ import {
   ROOT,
   runProgram,
   type Scratch,
+  taskDir,
   writeFile,
   writeTask,
 } from "./helpers.ts";
@@ -61,6 +62,7 @@ const CASES: readonly Case[] = [
   { role: "implement", model: "write", does: "writes a file by a tool call", outcome: "pass, implement -> code_review, made.txt committed" },
   { role: "implement", model: "write-outside", does: "is told to write outside the worktree", outcome: "pass, implement -> code_review, nothing written outside" },
   { role: "implement", model: "meddle", does: "calls `status --transition`, then leaves a process in a session of its own", outcome: "pass, implement -> code_review, command refused" },
+  { role: "implement", model: "document", does: "reads the task's folder and writes the phase's document there", outcome: "pass, implement -> code_review, document written" },
   { role: "implement", model: "empty", does: "answers nothing", outcome: "pass, implement -> code_review" },
   { role: "implement", model: "unauthorized", does: "refuses with 401", outcome: "skip harness_failed" },
   { role: "implement", model: "rate-limited", does: "refuses with 429", outcome: "skip backoff" },
@@ -232,11 +234,19 @@ function findCommand(prompt: string): string {
 }
 
 /** Scenarios that need to know the loop's folders. */
-function localScenarios(outside: () => string): Record<string, Scenario> {
+function localScenarios(place: () => AgentLoop): Record<string, Scenario> {
   const status = `${Deno.execPath()} run -q --no-prompt -P=status ${ROOT}/scripts/status.ts`;
-  const write = (): Act => ({ write: join(outside(), "outside.txt"), content: "outside\n" });
+  const write = (): Act => ({ write: join(place().outside, "outside.txt"), content: "outside\n" });
   return {
     "write-outside": (request) => steps([write()], "I wrote it.")(request),
+    document: (request) => {
+      const dir = taskDir(place().scratch, TASK);
+      const acts: Act[] = [
+        { run: `cat ${dir}/SPEC.md` },
+        { write: join(dir, "IMPLEMENTATION.md"), content: "# By a tool\n" },
+      ];
+      return steps(acts, "I wrote it.")(request);
+    },
     touch: (request) =>
       steps([{ write: "touched.txt", content: "by the verifier\n" }], verdictFor(request.prompt))(
         request,
@@ -279,6 +289,11 @@ function describeOutcome(
   if (model === "write-outside" && !existsSync(join(loop.outside, "outside.txt"))) {
     words.push("nothing written outside");
   }
+  const document = join(taskDir(loop.scratch, TASK), "IMPLEMENTATION.md");
+  if (
+    model === "document" && outputs[0]!.includes("SPEC.md of") &&
+    Deno.readTextFileSync(document) === "# By a tool\n"
+  ) words.push("document written");
   if (model === "touch" && !existsSync(join(worktree, "touched.txt"))) {
     words.push("nothing written");
   }
@@ -298,8 +313,7 @@ async function playCase(
   each: Case,
   timeoutS = each.isEndless ? SHORT_TIMEOUT_S : TIMEOUT_S,
 ): Promise<void> {
-  let outside = "";
-  await using server = startFakeModelServer(localScenarios(() => outside));
+  await using server = startFakeModelServer(localScenarios(() => loop));
   const roles = {
     implement: SCRIPTED,
     verify: SCRIPTED,
@@ -308,7 +322,6 @@ async function playCase(
   };
   const harness = { timeout_seconds: timeoutS };
   using loop = await makeAgentLoop(name, server, { roles, models: [each.model], harness });
-  outside = loop.outside;
   const result = await runTick(loop);
   if (server.requests.length === 0 && timeoutS < TIMEOUT_S) {
     return await playCase(name, each, 3 * timeoutS);

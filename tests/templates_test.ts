@@ -1,7 +1,7 @@
 /** Loop templates, their JSON Schema, the prompts, and the examples of the harness contract. */
 import { assert, assertEquals, assertStringIncludes } from "@std/assert";
 import { fromFileUrl } from "@std/path";
-import { fillPrompt, parseVerdict } from "../scripts/loop-runner.ts";
+import { DEFAULT_HARNESS, fillPrompt, parseVerdict } from "../scripts/loop-runner.ts";
 import { parseLoopConfig } from "../scripts/status.ts";
 import { Ajv2020 } from "./deps.ts";
 
@@ -303,6 +303,12 @@ for (const name of TEMPLATES) {
   });
 }
 
+Deno.test("the default harness is the one that the schema and the templates show", () => {
+  const expected = DEFAULT_HARNESS as unknown as Json;
+  assertEquals(asObject(asObject(schema.properties).harness).default, expected);
+  assertEquals(asObject(readJson("templates/loops/ci-triage/loop.json")).harness, expected);
+});
+
 Deno.test("template ci-triage works on a single task with the built-in orchestrator", () => {
   const loop = asObject(readJson("templates/loops/ci-triage/loop.json"));
   assertEquals(loop.work_source, { kind: "single" });
@@ -321,11 +327,7 @@ Deno.test("template self-improvement audits the framework with the default harne
     "tests/",
     "design/",
   ]);
-  assertEquals(loop.harness, {
-    command: ["opencode", "run", "--dir", "{cwd}"],
-    model_args: ["-m", "{model}"],
-    stdin: "prompt",
-  });
+  assertEquals(loop.harness, DEFAULT_HARNESS as unknown as Json);
   assertEquals(asObject(loop.schedule).interval_seconds, 3600);
 });
 

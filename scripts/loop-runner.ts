@@ -223,6 +223,7 @@ interface TaskView {
   readonly has_document: boolean;
   readonly next_phase: string | null;
   readonly needs_approval: boolean;
+  readonly history: readonly { readonly to: string; readonly by: string }[];
 }
 
 /** One line of the process table. */
@@ -1377,7 +1378,10 @@ export function appendLog(
   const path = join(loopDir, ".state.log");
   const line = `${JSON.stringify({ at: new Date().toISOString(), level, event, ...fields })}\n`;
   try {
-    if ((Deno.lstatSync(path).size ?? 0) + line.length > LOG_LIMIT_BYTES) rotateLog(path);
+    const { isFile, size } = Deno.statSync(path);
+    // Opening a pipe that nobody reads would never end.
+    if (!isFile) throw new TypeError(`Cannot write "${path}": it is no regular file`);
+    if (size + line.length > LOG_LIMIT_BYTES) rotateLog(path);
   } catch (error) {
     if (!(error instanceof Deno.errors.NotFound)) throw error;
   }
@@ -1920,14 +1924,19 @@ export function fillPrompt(
   return substituteTokens(template, fitted);
 }
 
+/** False for a text that is too long to name a file, or has more than one line. */
+function isFileName(text: string): boolean {
+  return !/[\n\0]/.test(text) && new TextEncoder().encode(text).length < 256;
+}
+
 /** A role's prompt as written: the loop's own file, else the framework's, else the reference itself. */
 function readPromptTemplate(tick: Tick, role: RoleName): string {
   const reference = tick.config.roles?.[role]?.prompt ?? DEFAULT_PROMPTS[role];
-  if (!/[\n\0]/.test(reference) && reference.length < 1024) {
-    for (const folder of [tick.dir, join(tick.framework, "prompts")]) {
-      const path = join(folder, reference);
-      if (existsSync(path) && !isDirectory(path)) return Deno.readTextFileSync(path);
-    }
+  if (!isFileName(reference)) return reference;
+  for (const folder of [tick.dir, join(tick.framework, "prompts")]) {
+    const path = join(folder, reference);
+    const text = isDirectory(path) ? null : readTextIfPresent(path);
+    if (text !== null) return text;
   }
   return reference;
 }
@@ -2026,8 +2035,11 @@ function logOnce(
 /** The last lines of a loop's log; none where it cannot be read. */
 function readLogTail(dir: string): Record<string, unknown>[] {
   try {
-    using file = Deno.openSync(join(dir, ".state.log"), { read: true });
-    file.seekSync(Math.max(0, file.statSync().size - LOG_TAIL_BYTES), Deno.SeekMode.Start);
+    const path = join(dir, ".state.log");
+    const { isFile, size } = Deno.statSync(path);
+    if (!isFile) return [];
+    using file = Deno.openSync(path, { read: true });
+    file.seekSync(Math.max(0, size - LOG_TAIL_BYTES), Deno.SeekMode.Start);
     const bytes = new Uint8Array(LOG_TAIL_BYTES);
     const text = new TextDecoder().decode(bytes.subarray(0, file.readSync(bytes) ?? 0));
     return text.split("\n").map(parseJsonOrNull).filter(isRecord);
@@ -3022,9 +3034,8 @@ async function resolveBase(tick: OpenLoop): Promise<{ branch: string | null; com
 async function isUsableWorktree(tick: OpenLoop, path: string): Promise<boolean> {
   const entries = parseWorktreeList(await git(tick.project, ["worktree", "list", "--porcelain"]));
   const entry = entries.find((each) => each.path === path || realPathOrNull(each.path) === path);
-  if (entry !== undefined && realPathOrNull(path) === path) {
-    const top = await gitOrNull(path, ["rev-parse", "--show-toplevel"]);
-    if (top !== null && realPathOrNull(top) === path) return true;
+  if (entry !== undefined && realPathOrNull(path) === path && await isOwnCheckout(tick, path)) {
+    return true;
   }
   if (entry !== undefined && entry.lockReason !== null) {
     throw new SkipError(
@@ -3039,6 +3050,17 @@ async function isUsableWorktree(tick: OpenLoop, path: string): Promise<boolean> 
   }
   if (entry !== undefined) await git(tick.project, ["worktree", "prune"]);
   return false;
+}
+
+/** True for the top of a checkout with a HEAD and an index of its own, not those of the project. */
+async function isOwnCheckout(tick: OpenLoop, path: string): Promise<boolean> {
+  const top = await gitOrNull(path, ["rev-parse", "--show-toplevel"]);
+  const gitDirs = await Promise.all([
+    gitOrNull(path, ["rev-parse", "--absolute-git-dir"]),
+    gitOrNull(tick.project, ["rev-parse", "--absolute-git-dir"]),
+  ]);
+  const [own, persons] = gitDirs.map((gitDir) => gitDir === null ? null : realPathOrNull(gitDir));
+  return top !== null && realPathOrNull(top) === path && own !== null && own !== persons;
 }
 
 /** True for a file, a folder or a link, also one that leads nowhere. */
@@ -3302,6 +3324,7 @@ function describeFutureTask(name: string, title: string, dir: string): TaskView 
     has_document: false,
     next_phase: "design",
     needs_approval: false,
+    history: [],
   };
 }
 
@@ -3395,21 +3418,17 @@ type Controls = ReadonlyMap<string, string | null>;
 /** Reads what no session may change: the loop's settings and memory, the prompts, git's own files. */
 async function readControls(tick: Tick): Promise<Controls> {
   const { dir, project, framework, cwd, isGit } = tick;
-  const prompts = Object.values(DEFAULT_PROMPTS).map((name) => join(framework, "prompts", name));
-  const own = ["implement", "verify", "orchestrate"] as const;
-  const references = own.map((role) => tick.config.roles?.[role]?.prompt).filter((name) =>
-    name !== undefined
-  );
+  const defaults = Object.values(DEFAULT_PROMPTS);
+  const own = Object.values(tick.config.roles ?? {}).map((role) => role?.prompt ?? "")
+    .filter((name) => name !== "" && isFileName(name));
   const paths = [
     join(dir, "loop.json"),
     join(dir, ".state.loop"),
     join(dir, ".state.loop.bak"),
     join(project, ".automaton", "models.json"),
     join(framework, "models.json"),
-    ...prompts,
-    ...references.filter((name) => name.length < 256 && !name.includes("\n")).map((name) =>
-      join(dir, name)
-    ),
+    ...defaults.map((name) => join(framework, "prompts", name)),
+    ...[...defaults, ...own].map((name) => join(dir, name)),
   ];
   if (isGit) {
     const names = ["config", "config.worktree", "info/exclude", "info/attributes"];
@@ -3487,6 +3506,28 @@ async function guardControls(tick: Tick, before: Controls, role: RoleName): Prom
   );
 }
 
+/** The commit of the branch that the loop's changes are told against; null where there is none. */
+async function readBaseCommit({ state, cwd, isGit }: Tick): Promise<string | null> {
+  const branch = state.base_branch ?? null;
+  if (!isGit || branch === null) return null;
+  return await gitOrNull(cwd, ["rev-parse", "--verify", "-q", `${branch}^{commit}`]);
+}
+
+/**
+ * Halts the loop when a session moved its base branch onto work of the loop: from the next tick on neither
+ * the verifier nor the drift check would see that work.
+ */
+async function guardBase(tick: Tick, before: string | null, role: RoleName): Promise<void> {
+  const after = await readBaseCommit(tick);
+  if (before === null || after === null || after === before) return;
+  const isAncestor = async (older: string, newer: string) =>
+    (await runGit(tick.cwd, ["merge-base", "--is-ancestor", older, newer])).code === 0;
+  if (await isAncestor(after, before) || !(await isAncestor(after, "HEAD"))) return;
+  const message =
+    `${role} moved ${tick.state.base_branch}, the loop's base, onto the loop's own work`;
+  throw new HaltError("drift_detected", message, null);
+}
+
 /** The person's checkout in one word to compare: commit, branch and uncommitted files. */
 async function describeCheckout(tick: Tick): Promise<string | null> {
   if (!tick.isGit || tick.cwd === tick.project) return null;
@@ -3510,12 +3551,17 @@ async function runRole(
   const request = buildRequest(tick, role, promptPath);
   const modelProblem = findModelProblem(tick, role);
   if (modelProblem !== null) warn(tick, modelProblem);
-  const [steering, checkout] = await Promise.all([readControls(tick), describeCheckout(tick)]);
+  const [steering, checkout, base] = await Promise.all([
+    readControls(tick),
+    describeCheckout(tick),
+    readBaseCommit(tick),
+  ]);
   const taskState = join(tick.task.dir, ".state");
   const controls = new Map([...steering, [taskState, readControl(taskState)]]);
   const outcome = await timed(tick.summary, role, () => runHarness(tick, request));
   noteUsage(tick, role, outcome.usage);
   await guardControls(tick, controls, role);
+  await guardBase(tick, base, role);
   if (await describeCheckout(tick) !== checkout) {
     warn(tick, `the project's own checkout changed while ${role} was at work`);
   }
@@ -3704,6 +3750,21 @@ async function orchestrate(tick: Tick, verdict: Verdict): Promise<void> {
     "{artifact_content}": readArtifact(tick, outputPath(tick, "implement.json")) ?? "",
   });
   if (outcome.result !== "ok") warn(tick, `${outcome.result}: ${outcome.message}`);
+  await guardStep(tick, verdict);
+}
+
+/** Halts the loop when a session took more than its one step, or went on against the verdict. */
+async function guardStep(tick: Tick, verdict: Verdict): Promise<void> {
+  const history = (await viewTask(tick, tick.task.name))?.history ?? [];
+  const steps = history.slice(tick.task.history.length)
+    .filter(({ by }) => by === `loop:${tick.loop}/orchestrate`);
+  const hasGoneOn = steps.some(({ to }) => to === tick.task.next_phase);
+  const problem = steps.length > 1
+    ? `took ${steps.length} steps instead of one`
+    : hasGoneOn && verdict.pass !== true
+    ? `moved the task on to ${tick.task.next_phase} although the verdict is a fail`
+    : null;
+  if (problem !== null) throw new HaltError("drift_detected", `orchestrate ${problem}`, null);
 }
 
 async function takeBuiltInStep(tick: Tick, verdict: Verdict): Promise<void> {

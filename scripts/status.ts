@@ -1210,7 +1210,10 @@ export function appendLog(
   const path = join(loopDir, ".state.log");
   const line = `${JSON.stringify({ at: new Date().toISOString(), level, event, ...fields })}\n`;
   try {
-    if ((Deno.lstatSync(path).size ?? 0) + line.length > LOG_LIMIT_BYTES) rotateLog(path);
+    const { isFile, size } = Deno.statSync(path);
+    // Opening a pipe that nobody reads would never end.
+    if (!isFile) throw new TypeError(`Cannot write "${path}": it is no regular file`);
+    if (size + line.length > LOG_LIMIT_BYTES) rotateLog(path);
   } catch (error) {
     if (!(error instanceof Deno.errors.NotFound)) throw error;
   }

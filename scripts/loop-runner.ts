@@ -150,7 +150,8 @@ export interface Summary {
   readonly warnings: string[];
 }
 
-type StepName =
+/** The steps of a tick whose time is taken. */
+export type StepName =
   | "gate"
   | "work"
   | "context"
@@ -227,7 +228,7 @@ interface TaskView {
 }
 
 /** One line of the process table. */
-interface ProcessEntry {
+export interface ProcessEntry {
   readonly pid: number;
   readonly parent: number;
   readonly group: number;
@@ -278,7 +279,7 @@ interface Tick extends OpenLoop, WorkFolder {
 }
 
 /** Set by INT and TERM; whoever waits is woken. */
-interface StopSignal {
+export interface StopSignal {
   signal: "SIGINT" | "SIGTERM" | null;
   readonly wake: Set<() => void>;
 }
@@ -2885,7 +2886,7 @@ function buildRequest(tick: Tick, role: RoleName, promptPath: string): HarnessRe
 // --- Worktree ---
 
 /** One entry of `git worktree list --porcelain`. */
-interface WorktreeEntry {
+export interface WorktreeEntry {
   readonly path: string;
   readonly lockReason: string | null;
 }
@@ -4074,7 +4075,8 @@ function readStateOrNull(dir: string): LoopState | null {
   }
 }
 
-interface TickOptions {
+/** What a tick is told by its command line. */
+export interface TickOptions {
   readonly framework: string;
   readonly project: string;
   readonly loop: string;

@@ -522,7 +522,7 @@ export class DetectReport {
   /** The contract's old name for the same number: it counts tokens. */
   available_context_kb: number | null = null;
   loop_mode_eligible = false;
-  readonly floor_tokens = FLOOR_TOKENS;
+  readonly floor_tokens: number = FLOOR_TOKENS;
   /** Why there is no answer or why no loop may run. */
   reason: string | null = null;
   /** What to do about the reason. */

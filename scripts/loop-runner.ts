@@ -73,6 +73,7 @@ const DEFAULT_TIMEOUT_S = 3600;
 const DEFAULT_RETENTION = 20;
 const MAX_STREAM_BYTES = 64 * 1024 * 1024;
 const TAIL_BYTES = 1024 * 1024;
+const READ_BYTES = 64 * 1024;
 const MAX_ARTIFACT_BYTES = 1024 * 1024;
 const LOG_TAIL_BYTES = 16 * 1024;
 const MAX_DIFF_BYTES = 4 * 1024 * 1024;
@@ -550,20 +551,33 @@ export function findProjectDir(flag: string | undefined, mayCreate: boolean): st
     if (!isDirectory(path)) {
       throw new RefusedError(`Cannot open project "${path}": no such folder`, "check --project");
     }
-    if (mayCreate || isDirectory(join(path, ".automaton"))) return path;
+    if (isProject(path)) return path;
+    if (isDirectory(join(path, ".automaton"))) {
+      throw new RefusedError(
+        `Cannot open project "${path}": its .automaton is a checkout of Automaton`,
+        "name another folder with --project",
+      );
+    }
+    if (mayCreate) return path;
     throw new RefusedError(
       `Cannot open project "${path}": it holds no .automaton folder`,
       "status --create-task NAME --project DIR makes one",
     );
   }
   for (let path = Deno.cwd();; path = dirname(path)) {
-    if (isDirectory(join(path, ".automaton"))) return path;
+    if (isProject(path)) return path;
     if (dirname(path) === path) break;
   }
   throw new RefusedError(
     `Cannot find a project from "${Deno.cwd()}": no folder above it holds .automaton`,
     "name it with --project DIR",
   );
+}
+
+/** True for a folder with a project's `.automaton`; a home folder may hold a checkout of that name. */
+function isProject(path: string): boolean {
+  const store = join(path, ".automaton");
+  return isDirectory(store) && !isDirectory(join(store, "templates", "loops"));
 }
 
 /** True when a path leads to a folder; false when to anything else or nothing. */
@@ -2403,11 +2417,12 @@ export class UsageReader {
 
 /** Copies a stream into a file, with a bound, and keeps its end. */
 class StreamRecorder {
-  #tail: Uint8Array[] = [];
-  #tailBytes = 0;
+  /** The last TAIL_BYTES bytes: byte number n of the stream lies at n modulo that. */
+  #ring = new Uint8Array(TAIL_BYTES);
+  #seen = 0;
   #written = 0;
   #dropped = 0;
-  #reader: ReadableStreamDefaultReader<Uint8Array>;
+  #reader: ReadableStreamBYOBReader;
   readonly done: Promise<void>;
   lastOutputAt = performance.now();
 
@@ -2420,14 +2435,19 @@ class StreamRecorder {
     readonly file: Deno.FsFile,
     readonly onBytes: ((bytes: Uint8Array) => void) | null = null,
   ) {
-    this.#reader = stream.getReader();
+    this.#reader = stream.getReader({ mode: "byob" });
     this.done = this.#copy();
   }
 
   async #copy(): Promise<void> {
+    // One buffer for all reads: a new one for each costs 20 MB until they are collected.
+    let buffer = new Uint8Array(READ_BYTES);
     try {
-      for (let part = await this.#reader.read(); !part.done; part = await this.#reader.read()) {
-        this.#keep(part.value);
+      while (true) {
+        const { value, done } = await this.#reader.read(buffer);
+        if (done) break;
+        this.#keep(value);
+        buffer = new Uint8Array(value.buffer);
       }
     } catch {
       // A pipe that breaks ends like one that is closed: what came before counts.
@@ -2439,20 +2459,21 @@ class StreamRecorder {
   #keep(bytes: Uint8Array): void {
     this.lastOutputAt = performance.now();
     this.onBytes?.(bytes);
-    const room = Math.max(0, MAX_STREAM_BYTES - this.#written);
-    this.#written += writeAll(this.file, bytes.subarray(0, room));
-    this.#dropped += bytes.length - Math.min(room, bytes.length);
-    this.#tail.push(bytes);
-    this.#tailBytes += bytes.length;
-    while (this.#tailBytes - this.#tail[0]!.length >= TAIL_BYTES) {
-      this.#tailBytes -= this.#tail.shift()!.length;
-    }
+    const kept = bytes.subarray(0, Math.max(0, MAX_STREAM_BYTES - this.#written));
+    this.#written += writeAll(this.file, kept);
+    this.#dropped += bytes.length - kept.length;
+    const end = bytes.subarray(-TAIL_BYTES);
+    const at = (this.#seen + bytes.length - end.length) % TAIL_BYTES;
+    const room = TAIL_BYTES - at;
+    this.#ring.set(end.subarray(0, room), at);
+    this.#ring.set(end.subarray(room), 0);
+    this.#seen += bytes.length;
   }
 
   #finish(): void {
     if (this.#dropped > 0) {
       const mark = `\n…[${this.#dropped} bytes more, of which these are the last]\n${
-        this.tail().slice(-4096)
+        this.tail(4096)
       }`;
       writeAll(this.file, new TextEncoder().encode(mark));
     }
@@ -2460,22 +2481,18 @@ class StreamRecorder {
   }
 
   /** The end of what has come so far, at most TAIL_BYTES. */
-  tail(): string {
-    const bytes = new Uint8Array(this.#tailBytes);
-    let at = 0;
-    for (const part of this.#tail) {
-      bytes.set(part, at);
-      at += part.length;
-    }
-    return new TextDecoder().decode(bytes.subarray(-TAIL_BYTES));
+  tail(maxBytes = TAIL_BYTES): string {
+    const bytes = new Uint8Array(Math.min(this.#seen, maxBytes));
+    const from = (this.#seen - bytes.length) % TAIL_BYTES;
+    const first = this.#ring.subarray(from, from + bytes.length);
+    bytes.set(first);
+    bytes.set(this.#ring.subarray(0, bytes.length - first.length), first.length);
+    return new TextDecoder().decode(bytes);
   }
 
   /** The last line that is not blank, for people who watch. */
   lastLine(): string {
-    const end = this.#tail.at(-1);
-    if (end === undefined) return "";
-    const lines = new TextDecoder().decode(end.subarray(-2000)).trimEnd().split("\n");
-    return lines.at(-1)!.trim();
+    return this.tail(2000).trimEnd().split("\n").at(-1)!.trim();
   }
 
   /** Stops waiting for a pipe that somebody still holds open. */

@@ -381,20 +381,33 @@ export function findProjectDir(flag: string | undefined, mayCreate: boolean): st
     if (!isDirectory(path)) {
       throw new RefusedError(`Cannot open project "${path}": no such folder`, "check --project");
     }
-    if (mayCreate || isDirectory(join(path, ".automaton"))) return path;
+    if (isProject(path)) return path;
+    if (isDirectory(join(path, ".automaton"))) {
+      throw new RefusedError(
+        `Cannot open project "${path}": its .automaton is a checkout of Automaton`,
+        "name another folder with --project",
+      );
+    }
+    if (mayCreate) return path;
     throw new RefusedError(
       `Cannot open project "${path}": it holds no .automaton folder`,
       "status --create-task NAME --project DIR makes one",
     );
   }
   for (let path = Deno.cwd();; path = dirname(path)) {
-    if (isDirectory(join(path, ".automaton"))) return path;
+    if (isProject(path)) return path;
     if (dirname(path) === path) break;
   }
   throw new RefusedError(
     `Cannot find a project from "${Deno.cwd()}": no folder above it holds .automaton`,
     "name it with --project DIR",
   );
+}
+
+/** True for a folder with a project's `.automaton`; a home folder may hold a checkout of that name. */
+function isProject(path: string): boolean {
+  const store = join(path, ".automaton");
+  return isDirectory(store) && !isDirectory(join(store, "templates", "loops"));
 }
 
 /** True when a path leads to a folder; false when to anything else or nothing. */

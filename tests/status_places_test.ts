@@ -1,5 +1,5 @@
 /** status: paths of every kind, folders that cannot be written, and disks that are full. */
-import { assert, assertEquals, assertMatch } from "@std/assert";
+import { assert, assertEquals, assertMatch, assertStringIncludes } from "@std/assert";
 import { existsSync } from "@std/fs";
 import { join } from "@std/path";
 import {
@@ -8,6 +8,7 @@ import {
   makeRepository,
   makeScratch,
   readJson,
+  runProgram,
   type Scratch,
   snapshot,
   taskDir,
@@ -283,4 +284,26 @@ Deno.test("a pipe in a state file's place holds nobody up", async () => {
   assert(new Deno.Command("mkfifo", { args: [join(dir, ".state")] }).outputSync().success);
   await refuse(scratch, ["--task=one"], /Cannot /, { timeoutMs: 20_000 });
   await accept(scratch, ["--audit"], { timeoutMs: 20_000 });
+});
+
+Deno.test("a checkout of Automaton named .automaton in a home folder makes no project of that folder", async () => {
+  using scratch = makeScratch();
+  const inner = join(scratch.home, "work", "inner");
+  Deno.mkdirSync(inner, { recursive: true });
+  Deno.mkdirSync(join(scratch.home, ".automaton", "templates", "loops"), { recursive: true });
+  const lost = await runProgram(scratch, "status", ["--loop-list"], { cwd: inner });
+  assertEquals(lost.code, 1);
+  assertStringIncludes(lost.stderr, "no folder above it holds .automaton");
+  const named = await runProgram(scratch, "status", [
+    "--create-task=t1",
+    `--project=${scratch.home}`,
+  ]);
+  assertEquals(named.code, 1);
+  assertStringIncludes(named.stderr, "its .automaton is a checkout of Automaton");
+  assertEquals([...Deno.readDirSync(join(scratch.home, ".automaton"))].length, 1);
+  const own = join(scratch.home, ".automaton");
+  assertEquals(
+    (await runProgram(scratch, "status", ["--create-task=t1", `--project=${own}`])).code,
+    0,
+  );
 });

@@ -97,8 +97,7 @@ Deno.test("failures: refusals, an unknown model, a broken connection, silence", 
     ],
     "1",
   );
-  const dropped = await ask("drop");
-  await assertRejects(() => dropped.text());
+  await assertRejects(async () => await (await ask("drop")).text());
   const hanging = fetch(`${server.url}/chat/completions`, {
     method: "POST",
     body: JSON.stringify(chat("hang", true)),

@@ -1480,7 +1480,9 @@ export function runGit(
   options: { env?: Record<string, string>; timeoutMs?: number } = {},
 ): Promise<CommandOutcome> {
   const fixed = ["--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotepath=false"];
-  const env = { GIT_TERMINAL_PROMPT: "0", LC_ALL: "C", ...options.env };
+  // A replaced object would let an agent's commit pass for the one that it came from.
+  const plain = { GIT_TERMINAL_PROMPT: "0", GIT_NO_REPLACE_OBJECTS: "1", LC_ALL: "C" };
+  const env = { ...plain, ...options.env };
   return runCommand(["git", ...fixed, ...args], { cwd, ...options, env });
 }
 // #endregion shared:process
@@ -1853,6 +1855,7 @@ function stripNoise(output: string): string {
  * counts. Where none does, all count: two that disagree are no verdict, else a fenced one goes first.
  *
  * @param nonce What this tick's prompt asked to be given back.
+ * @param material What others wrote into the prompt: its verdicts count for nothing when they are quoted.
  *
  * @example
  * ```ts
@@ -1861,7 +1864,7 @@ function stripNoise(output: string): string {
  * if (verdict?.pass !== true || verdict.score !== 0.9) throw new Error("not understood");
  * ```
  */
-export function parseVerdict(output: string, nonce: string): ParsedVerdict {
+export function parseVerdict(output: string, nonce: string, material = ""): ParsedVerdict {
   const text = stripNoise(output);
   const none = (problem: string): ParsedVerdict => ({ verdict: null, problem, warnings: [] });
   const { candidates, isCutOff } = listCandidates(text);
@@ -1872,9 +1875,15 @@ export function parseVerdict(output: string, nonce: string): ParsedVerdict {
   let chosen = signed.at(-1);
   if (chosen === undefined) {
     warnings.push("the verdict does not carry the tick's nonce");
-    const passes = new Set(candidates.map(({ fields }) => readPass(fields.pass)));
+    const asText = ({ fields }: VerdictCandidate) => JSON.stringify(fields);
+    const quoted = new Set(listCandidates(stripNoise(material)).candidates.map(asText));
+    const own = candidates.filter((candidate) => !quoted.has(asText(candidate)));
+    if (own.length === 0) {
+      return none("the verifier printed only verdicts of the prompt, none of its own");
+    }
+    const passes = new Set(own.map(({ fields }) => readPass(fields.pass)));
     if (passes.size > 1) return none("the verifier printed verdicts that disagree");
-    chosen = candidates.findLast(({ isFenced }) => isFenced) ?? candidates.at(-1)!;
+    chosen = own.findLast(({ isFenced }) => isFenced) ?? own.at(-1)!;
   }
   const pass = readPass(chosen.fields.pass);
   if (pass === null) return none(`the verdict's pass is ${describeValue(chosen.fields.pass)}`);
@@ -3459,8 +3468,21 @@ async function readControls(tick: Tick): Promise<Controls> {
     // Hooks that the project keeps among its sources are sources: the file scope speaks of them.
     const isSource = hooks !== null && resolve(cwd, hooks).startsWith(join(cwd, "/"));
     if (hooks !== null && !isSource) paths.push(...listFiles(resolve(cwd, hooks)));
+    paths.push(...await listPersonalGitFiles(cwd));
   }
-  return new Map(paths.map((path) => [path, readControl(path)]));
+  const controls = new Map(paths.map((path) => [path, readControl(path)]));
+  const settings = ["config", "--get-regexp", "^(core|diff|filter|include|includeif|status)\\."];
+  return isGit ? controls.set("git's settings", await gitOrNull(cwd, settings)) : controls;
+}
+
+/** Files of a person by which git passes over others or runs programs on them. */
+async function listPersonalGitFiles(cwd: string): Promise<string[]> {
+  const home = readEnv("XDG_CONFIG_HOME") ?? join(readEnv("HOME") ?? "/", ".config");
+  const files = [["core.excludesFile", "ignore"], ["core.attributesFile", "attributes"]] as const;
+  return await Promise.all(files.map(async ([setting, name]) => {
+    const named = await gitOrNull(cwd, ["config", "--type=path", "--get", setting]);
+    return resolve(cwd, named ?? join(home, "git", name));
+  }));
 }
 
 function listFiles(folder: string): string[] {
@@ -3497,13 +3519,17 @@ function readControl(path: string): string | null {
  * were in outputs/.
  */
 async function guardControls(tick: Tick, before: Controls, role: RoleName): Promise<void> {
-  const changed = [...await readControls(tick)]
-    .filter(([path, text]) => (before.get(path) ?? null) !== text);
+  const now = await readControls(tick);
+  const known = new Set([...before.keys(), ...now.keys()]);
+  known.delete(join(tick.task.dir, ".state")); // Others may change it, by status: see below.
+  const changed = [...known].filter((path) =>
+    (before.get(path) ?? null) !== (now.get(path) ?? null)
+  );
   const isLockOurs = tick.lock !== null && isSameFile(tick.lock, join(tick.dir, ".state.lock"));
   const taskState = join(tick.task.dir, ".state");
   const isTampered = await isTaskTampered(tick.task.dir, before.get(taskState) ?? null);
   if (changed.length === 0 && isLockOurs && !isTampered) return;
-  for (const [path] of changed) {
+  for (const path of changed) {
     const text = before.get(path) ?? null;
     if (text === null) continue;
     if (!basename(path).startsWith(".state.loop")) {
@@ -3514,7 +3540,7 @@ async function guardControls(tick: Tick, before: Controls, role: RoleName): Prom
     if (isDirectory(path)) Deno.removeSync(path, { recursive: true });
     writeFileAtomic(path, text);
   }
-  const names = changed.map(([path]) => path);
+  const names = [...changed];
   if (!isLockOurs) names.push(join(tick.dir, ".state.lock"));
   if (isTampered) names.push(taskState);
   throw new HaltError(
@@ -3704,14 +3730,19 @@ async function verify(
   { report, diff, checks }: { report: string; diff: string; checks: readonly CheckResult[] },
 ): Promise<Verdict> {
   const before = await takeSnapshot(tick);
-  const outcome = await runRole(tick, "verify", {
+  const material = {
     "{artifact_content}": report,
     "{diff}": diff,
     "{check_results}": renderChecks(checks),
+  };
+  const texts = Object.values({ ...commonValues(tick), ...material }).join("\n");
+  const outcome = await runRole(tick, "verify", {
+    ...material,
     "{verdict_nonce}": tick.verdictNonce,
   });
   const after = await takeSnapshot(tick);
-  const parsed = parseVerdict(outcome.usage?.text ?? outcome.stdoutTail, tick.verdictNonce);
+  const answer = outcome.usage?.text ?? outcome.stdoutTail;
+  const parsed = parseVerdict(answer, tick.verdictNonce, texts);
   if (parsed.verdict === null) {
     if (outcome.result !== "ok") throw failureOf(tick, outcome);
     throw new HaltError("verifier_failed", parsed.problem, null);

@@ -1310,7 +1310,9 @@ export function runGit(
   options: { env?: Record<string, string>; timeoutMs?: number } = {},
 ): Promise<CommandOutcome> {
   const fixed = ["--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotepath=false"];
-  const env = { GIT_TERMINAL_PROMPT: "0", LC_ALL: "C", ...options.env };
+  // A replaced object would let an agent's commit pass for the one that it came from.
+  const plain = { GIT_TERMINAL_PROMPT: "0", GIT_NO_REPLACE_OBJECTS: "1", LC_ALL: "C" };
+  const env = { ...plain, ...options.env };
   return runCommand(["git", ...fixed, ...args], { cwd, ...options, env });
 }
 // #endregion shared:process
@@ -2170,6 +2172,11 @@ async function listChangedFiles(
     const flags = ["--name-only", "-z", "--no-renames", "--ignore-submodules=none"];
     const output = await readGit(worktree, ["diff", ...flags, base, "HEAD"]);
     for (const path of splitNul(output)) changed.add(path);
+  }
+  // What the index says to be as it was is not looked at by git: it counts as changed while it is there.
+  for (const entry of splitNul(await readGit(worktree, ["ls-files", "-v", "-z"]))) {
+    const path = entry.slice(2);
+    if (/^[a-zS] /.test(entry) && existsSync(join(worktree, path))) changed.add(path);
   }
   return [...changed].sort();
 }

@@ -87,7 +87,7 @@ export class Tally {
     }
     if (this.tried === 0) throw new Error(`${this.kind}: nothing was tried`);
     if (this.#losses.length === 0) return;
-    const shown = this.#losses.slice(0, 20).map(({ loss, what }) => `- ${loss}: ${what}`);
+    const shown = this.#losses.slice(0, 60).map(({ loss, what }) => `- ${loss}: ${what}`);
     throw new Error(
       `${this.kind}: ${this.#losses.length} of ${this.tried} went wrong ` +
         `(AUTOMATON_FAULT_SEED=${SEED} repeats it)\n${shown.join("\n")}`,

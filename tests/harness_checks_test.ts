@@ -22,6 +22,10 @@ import {
   tick,
   worktreeOf,
 } from "./runner_support.ts";
+import { quoteShWord } from "../scripts/status.ts";
+
+/** The Deno that runs the tests, as sh reads it. */
+const DENO = quoteShWord(Deno.execPath());
 
 /** The subject of the last commit on the loop's branch. */
 function lastSubject(scratch: Scratch): string {
@@ -94,7 +98,7 @@ Deno.test("a verifier's own fail keeps its hint beside a failed check", async ()
 });
 
 Deno.test("checks run in the worktree after the work, may write nothing by status, and end in time", async () => {
-  const script = `test -f work.txt && pwd && ${Deno.execPath()} run -q --no-prompt -P=status ` +
+  const script = `test -f work.txt && pwd && ${DENO} run -q --no-prompt -P=status ` +
     `"$AUTOMATON_HOME/scripts/status.ts" --transition code_review --task ${TASK}`;
   using scratch = makeLoopScratch({
     config: {
@@ -231,7 +235,7 @@ Deno.test("a hook of git may look at its commit and may change nothing by status
   using scratch = makeLoopScratch();
   writeScript(
     join(scratch.project, ".git", "hooks", "pre-commit"),
-    `#!/bin/sh\n${Deno.execPath()} run -q --no-prompt -P=status "$AUTOMATON_HOME/scripts/status.ts" ` +
+    `#!/bin/sh\n${DENO} run -q --no-prompt -P=status "$AUTOMATON_HOME/scripts/status.ts" ` +
       `--transition research --task ${TASK} --reason x >${scratch.dir}/hook.out 2>&1\n` +
       `echo "code $?" >>${scratch.dir}/hook.out\n`,
   );
@@ -342,8 +346,7 @@ async function listSleepers(scratch: Scratch): Promise<string> {
 
 Deno.test("a hook cannot approve what it is told of", async () => {
   using scratch = makeLoopScratch({ verify: "echo no verdict" });
-  const approve =
-    `${Deno.execPath()} run -q --no-prompt -P=status "$AUTOMATON_HOME/scripts/status.ts" ` +
+  const approve = `${DENO} run -q --no-prompt -P=status "$AUTOMATON_HOME/scripts/status.ts" ` +
     `--approve --loop ${LOOP} --lock-timeout 0 >${scratch.dir}/said 2>&1`;
   setHooks(scratch, { on_halt: noteHook(scratch, approve) });
   await tick(scratch);

@@ -213,7 +213,7 @@ Deno.test("model_args follow the command only where a model is known", async () 
   });
   const env = {
     ARGS: join(scratch.dir, "args"),
-    HARNESS: new URL("fixtures/harness.sh", import.meta.url).pathname,
+    HARNESS: join(ROOT, "tests/fixtures/harness.sh"),
   };
   const { json } = await tick(scratch, [], { env });
   assertEquals([json.verdict?.pass, json.warnings], [true, []]);
@@ -236,7 +236,7 @@ Deno.test("a model that does not reach its harness is a warning", async () => {
           "sh",
           "-c",
           'exec sh "$0" "$2" "$3"',
-          new URL("fixtures/harness.sh", import.meta.url).pathname,
+          join(ROOT, "tests/fixtures/harness.sh"),
           "{model}",
           "{role}",
           "{prompt}",

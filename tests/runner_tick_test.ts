@@ -497,7 +497,7 @@ Deno.test("the artifact is what the harness wrote, else its output and the chang
 
 const HARNESS_WITH_OUTPUT = [
   "sh",
-  new URL("fixtures/harness.sh", import.meta.url).pathname,
+  join(ROOT, "tests/fixtures/harness.sh"),
   "{role}",
   "{prompt}",
   "-",

@@ -8,6 +8,7 @@ import {
   loopDir,
   readJson,
   readLog,
+  ROOT,
   runProgram,
   type Scratch,
   writeFile,

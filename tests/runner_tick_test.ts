@@ -12,6 +12,7 @@ import {
   programArgv,
   readJson,
   readLog,
+  ROOT,
   runProgram,
   type Scratch,
   snapshot,

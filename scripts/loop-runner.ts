@@ -3755,6 +3755,8 @@ async function verify(
   if (before?.id !== after?.id) {
     warn(tick, "the verifier changed the work folder: its verdict counts as a fail");
     vetoes.push("the verifier changed the work folder");
+  } else if (tick.isGit && after === null) {
+    vetoes.push("git cannot tell whether the verifier changed the work folder");
   }
   const details = renderChecks(checks.filter(({ ok }) => !ok), HINT_CHECK_CHARS);
   const verdict = applyVetoes(parsed.verdict, vetoes, details);

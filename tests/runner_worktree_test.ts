@@ -497,3 +497,15 @@ Deno.test("merging the base in later does not make its changes the loop's", asyn
   const prompt = Deno.readTextFileSync(outputOf(scratch, "tick3-verify-prompt.md"));
   assert(!prompt.includes("+of the person"), prompt);
 });
+
+Deno.test("where git cannot tell what has changed, nothing passes", async () => {
+  using scratch = makeLoopScratch();
+  writeScript(
+    join(scratch.bin, "git"),
+    '#!/bin/sh\ncase "$*" in *write-tree*) echo broken >&2; exit 1 ;; esac\nPATH=/usr/bin:/bin exec git "$@"\n',
+  );
+  const { json } = await tickBeside(scratch);
+  assertEquals(json.verdict?.pass, false, json.message ?? "");
+  assertMatch(json.verdict?.reasons.join() ?? "", /git cannot tell/);
+  assertMatch(json.warnings.join(), /cannot be compared: .*broken/);
+});

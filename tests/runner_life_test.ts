@@ -129,7 +129,9 @@ Deno.test("ticks of two loops run side by side", async () => {
   writeTask(scratch, "second", "implement", { loop: "day" });
   writeLoop(scratch, "day", {
     ...readJson(join(loopDir(scratch, LOOP), "loop.json")),
-    harness: { command: ["sh", "-c", 'echo "{\\"pass\\": true}"'] },
+    harness: {
+      command: ["sh", "-c", '[ "$1" = implement ] || echo "{\\"pass\\": true}"', "sh", "{role}"],
+    },
   }, { current_task: "second" });
   const night = startTick(scratch, ["--json"]);
   await findAgent(scratch);

@@ -5,13 +5,16 @@
  * Usage: deno run -A tests/faults/mutate.ts [TARGET ...]
  *
  * Each mutant runs in a copy of the checkout, as many at a time as there are cores. A mutant that makes the
- * tests hang counts as noticed. Not part of `tests/run`, since it takes long.
+ * tests hang counts as noticed. Needs Deno 2.8 or newer. Not part of `tests/run`, since it takes long.
  */
 // deno-lint-ignore-file no-import-prefix -- the import map is for what the programs use
 import { copySync, ensureDirSync } from "@std/fs";
 import { dirname, fromFileUrl, join } from "@std/path";
 import ts from "npm:typescript@5.9.3";
 import { EQUIVALENT, type Target, TARGETS } from "./mutation_targets.ts";
+
+/** What is left open counts as noticed, as in `tests/run`. */
+const FLAGS = "--no-check --quiet --fail-fast -A --sanitize-ops --sanitize-resources".split(" ");
 
 const ROOT = fromFileUrl(new URL("../../", import.meta.url));
 
@@ -135,7 +138,7 @@ function makeCopy(): string {
 async function areTestsFailing(dir: string, target: Target, timeoutMs: number): Promise<boolean> {
   for (const test of target.tests) {
     const child = new Deno.Command(Deno.execPath(), {
-      args: ["test", "--no-check", "--quiet", "--fail-fast", "-A", ...test],
+      args: ["test", ...FLAGS, ...test],
       cwd: dir,
       env: { NO_COLOR: "1", AUTOMATON_FAULT_SEED: "1" },
       stdin: "null",

@@ -75,4 +75,17 @@ export const EQUIVALENT: readonly {
   readonly from: string;
   readonly to: string;
   readonly why: string;
-}[] = [];
+}[] = [
+  {
+    name: "syncDirectory",
+    from: 'Deno.build.os === "windows"',
+    to: "false",
+    why: "true on Windows alone, where these tests do not run",
+  },
+  {
+    name: "syncDirectory",
+    from: '"windows"',
+    to: '""',
+    why: "true on Windows alone, where these tests do not run",
+  },
+];

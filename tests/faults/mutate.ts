@@ -173,7 +173,11 @@ async function tryTarget(target: Target): Promise<number> {
     for (let mutant = left.shift(); mutant !== undefined; mutant = left.shift()) {
       const { start, end, to } = mutant;
       Deno.writeTextFileSync(join(dir, target.file), text.slice(0, start) + to + text.slice(end));
-      if (!await areTestsFailing(dir, target, timeoutMs)) survivors.push(mutant);
+      if (await areTestsFailing(dir, target, timeoutMs)) continue;
+      survivors.push(mutant);
+      console.log(
+        `  ${mutant.where}: ${mutant.from.replace(/\s+/g, " ").slice(0, 100)}  =>  ${to}`,
+      );
     }
     Deno.removeSync(dir, { recursive: true });
   };
@@ -184,9 +188,6 @@ async function tryTarget(target: Target): Promise<number> {
       mutants.length - real.length
     } more change nothing`,
   );
-  for (const { where, from, to } of survivors) {
-    console.log(`  ${where}: ${from.replace(/\s+/g, " ").slice(0, 100)}  =>  ${to}`);
-  }
   return survivors.length;
 }
 

@@ -51,7 +51,7 @@ export const TARGETS: readonly Target[] = [
       "checkPlateau",
       "checkModels",
     ],
-    tests: [["tests/faults/gate_test.ts"], ["tests/status_gate_test.ts"]],
+    tests: [["tests/faults/gate_test.ts"]],
   },
   {
     name: "escapers",

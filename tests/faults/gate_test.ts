@@ -10,6 +10,7 @@ import {
   makeRepository,
   makeScratch,
   readJson,
+  readLog,
   type Scratch,
   writeFile,
   writeLoop,
@@ -43,6 +44,8 @@ interface Case {
   /** `ok`, or what stops the loop. */
   readonly reason: string;
   readonly more?: Record<string, unknown>;
+  /** What the log says of the halt. */
+  readonly detail?: string;
 }
 
 const cost = (text: string) => (scratch: Scratch): void =>
@@ -82,6 +85,7 @@ const CASES: readonly Case[] = [
     state: { iteration_count: 4 },
     reason: "halted:iterations_exhausted",
     more: { remaining_iterations: 0, halt_reason: "iterations_exhausted" },
+    detail: "4 iterations used",
   },
   {
     name: "more iterations than allowed",
@@ -89,6 +93,7 @@ const CASES: readonly Case[] = [
     state: { iteration_count: 9, iteration_base: 2 },
     reason: "halted:iterations_exhausted",
     more: { remaining_iterations: 0 },
+    detail: "7 iterations used",
   },
   {
     name: "iterations since the approval",
@@ -155,6 +160,7 @@ const CASES: readonly Case[] = [
     prepare: (scratch) => void writeTask(scratch, "one", "human_intervention"),
     reason: "halted:human_intervention",
     more: { task_phase: "human_intervention", task_in_halt_loop: true },
+    detail: "task one is in human_intervention, where this loop may not work",
   },
   {
     name: "a task in a phase that this loop may not work in",
@@ -175,13 +181,19 @@ const CASES: readonly Case[] = [
     state: { current_task: "one" },
     reason: "halted:human_intervention",
     more: { task_phase: null, task_in_halt_loop: false },
+    detail: "task one cannot be read",
   },
   {
     name: "scores without a pass that are flat",
     state: flat([0.5, 0.5, 0.5]),
     reason: "halted:verifier_failed",
   },
-  { name: "scores that fall", state: flat([0.5, 0.4, 0.3]), reason: "halted:verifier_failed" },
+  {
+    name: "scores that fall",
+    state: flat([0.9, 0.5, 0.4, 0.3]),
+    reason: "halted:verifier_failed",
+    detail: "no progress in 3 ticks: scores 0.5, 0.4, 0.3",
+  },
   { name: "scores that rise once", state: flat([0.5, 0.4, 0.5]), reason: "ok" },
   { name: "too few scores", state: flat([0.5, 0.5]), reason: "ok" },
   { name: "flat with a pass", state: flat([0.5, 0.5, 0.5], [false, true, false]), reason: "ok" },
@@ -230,6 +242,7 @@ const CASES: readonly Case[] = [
     name: "no model named and two known",
     prepare: models(two),
     reason: "halted:human_intervention",
+    detail: "implement (no model) and verify (no model) count as the same model",
   },
   { name: "one model known", prepare: models({ models: { a: {} }, default: "a" }), reason: "ok" },
   { name: "paused", state: { status: "paused", iteration_count: 99 }, reason: "paused" },
@@ -265,7 +278,7 @@ function soon(seconds: number): string {
   return new Date(Date.now() + seconds * 1000).toISOString();
 }
 
-for (const { name, config, state, prepare, reason, more } of CASES) {
+for (const { name, config, state, prepare, reason, more, detail } of CASES) {
   Deno.test(`the gate answers ${reason}: ${name}`, async () => {
     using scratch = makeScratch();
     const dir = writeLoop(scratch, "night", config, state);
@@ -281,6 +294,9 @@ for (const { name, config, state, prepare, reason, more } of CASES) {
     const isTripped = reason.startsWith("halted:") && before.status === "running";
     const halt = isTripped ? { status: "halted", halt_reason: reason.slice(7) } : {};
     assertEquals(after, { ...before, ...halt });
+    const logged = readLog(scratch, "night").find(({ event }) => event === "HALTED");
+    assertEquals(logged?.halt_reason, isTripped ? reason.slice(7) : undefined);
+    if (detail !== undefined) assertEquals(logged?.detail, detail);
     const { said } = await ask(scratch, ["--check-gate=night"]);
     assertEquals(`${said}`.includes("\nhint: "), reason !== "ok", `${said}`);
     assertEquals(`${said}`.includes("hint: wait until "), reason === "backoff", `${said}`);

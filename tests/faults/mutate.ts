@@ -61,7 +61,9 @@ function listReplacements(node: ts.Node): readonly string[] {
     (ts.isConditionalExpression(parent) && parent.condition === node);
   if (isCondition) return ["true", "false"];
   if (ts.isWhileStatement(parent) && parent.expression === node) return ["false"];
-  if (ts.isReturnStatement(node) && node.expression !== undefined) return ["return null as never;"];
+  if (ts.isReturnStatement(node) && node.expression !== undefined) {
+    return [`return ${node.expression.getText() === "null" ? "{}" : "null"} as never;`];
+  }
   return [];
 }
 
@@ -160,7 +162,7 @@ async function tryTarget(target: Target): Promise<number> {
   const mutants = listMutants(source, target.functions);
   const isEquivalent = ({ where, from, to }: Mutant) =>
     EQUIVALENT.some((known) =>
-      where.startsWith(`${known.name},`) && from.startsWith(known.from) && to === known.to
+      where.startsWith(`${known.name},`) && from === known.from && to === known.to
     );
   const real = mutants.filter((mutant) => !isEquivalent(mutant));
   const left = [...real];

@@ -71,11 +71,28 @@ export const TARGETS: readonly Target[] = [
 /** Mutants that change nothing that anybody could see, and why. */
 export const EQUIVALENT: readonly {
   readonly name: string;
-  /** The beginning of the code that is changed. */
   readonly from: string;
   readonly to: string;
   readonly why: string;
 }[] = [
+  {
+    name: "isPlateau",
+    from: ">",
+    to: ">=",
+    why: "the first score would be compared with none, and nothing is above none",
+  },
+  {
+    name: "answerGate",
+    from: '""',
+    to: '"mutant"',
+    why: "neither is a time, so neither is waited for",
+  },
+  ...[["1000", "1001"], [">", ">="], ["0", "1"], ["<=", "<"]].map(([from, to]) => ({
+    name: "answerGate",
+    from: from!,
+    to: to!,
+    why: "differs in the very millisecond at which a wait begins or ends, which nobody can hit",
+  })),
   {
     name: "syncDirectory",
     from: 'Deno.build.os === "windows"',

@@ -20,6 +20,8 @@ const ROOT = fromFileUrl(new URL("../../", import.meta.url));
 
 interface Mutant {
   readonly where: string;
+  /** The whole line that it is in. */
+  readonly line: string;
   readonly start: number;
   readonly end: number;
   readonly from: string;
@@ -95,6 +97,7 @@ function listMutants(source: ts.SourceFile, names: readonly string[]): Mutant[] 
     const { line } = source.getLineAndCharacterOfPosition(node.getStart());
     mutants.push({
       where: `${name}, line ${line + 1}`,
+      line: source.text.split("\n")[line]!,
       start: node.getStart(),
       end: node.getEnd(),
       from: node.getText(),
@@ -160,9 +163,10 @@ async function tryTarget(target: Target): Promise<number> {
   const text = Deno.readTextFileSync(join(ROOT, target.file));
   const source = ts.createSourceFile(target.file, text, ts.ScriptTarget.Latest, true);
   const mutants = listMutants(source, target.functions);
-  const isEquivalent = ({ where, from, to }: Mutant) =>
+  const isEquivalent = ({ where, line, from, to }: Mutant) =>
     EQUIVALENT.some((known) =>
-      where.startsWith(`${known.name},`) && from === known.from && to === known.to
+      where.startsWith(`${known.name},`) && from === known.from && to === known.to &&
+      line.includes(known.line ?? "")
     );
   const real = mutants.filter((mutant) => !isEquivalent(mutant));
   const left = [...real];

@@ -71,6 +71,8 @@ export const TARGETS: readonly Target[] = [
 /** Mutants that change nothing that anybody could see, and why. */
 export const EQUIVALENT: readonly {
   readonly name: string;
+  /** What else stands in its line, where the same may stand in others. */
+  readonly line?: string;
   readonly from: string;
   readonly to: string;
   readonly why: string;
@@ -89,6 +91,7 @@ export const EQUIVALENT: readonly {
   },
   ...[["1000", "1001"], [">", ">="], ["0", "1"], ["<=", "<"]].map(([from, to]) => ({
     name: "answerGate",
+    line: from === "1000" ? "longestMs" : "waitMs",
     from: from!,
     to: to!,
     why: "differs in the very millisecond at which a wait begins or ends, which nobody can hit",

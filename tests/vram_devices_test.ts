@@ -83,6 +83,12 @@ Deno.test("parseNvidiaSmi() takes a card without figures for unknown, never for 
     assertEquals([state, devices.length, devices[0]?.free_bytes], ["found", 1, null]);
     assertStringIncludes(devices[0]?.unknown_reason ?? "", words);
   }
+  const absurd = parseNvidiaSmi(printed("0, GPU-aa, A, 8192, 8193"), null, HOST);
+  assertEquals(brief(absurd.devices[0]), [
+    "discrete",
+    "nvidia-smi says memory.total 8192, memory.free 8193",
+    8192,
+  ]);
   const mixed = parseNvidiaSmi(printed(fixture("nvidia-na.txt")), null, HOST);
   assertEquals(mixed.devices.map((device) => device.free_bytes), [23802 * MIB, null]);
 });

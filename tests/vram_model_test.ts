@@ -284,6 +284,21 @@ Deno.test("largestContext() fits when applied forwards, and one token more does 
   }));
 });
 
+Deno.test("largestContext() uses a budget to its last byte", () => {
+  for (const family of ["Llama-3-8B", "gpt-oss-20b", "Qwen3.5-9B"]) {
+    const one = { shape: shapeOf(family), weightsBytes: 12345 };
+    for (const tokens of [1, 255, 256, 257, 4000, 8191]) {
+      const { total_bytes } = memoryAtContext(one, F16, tokens);
+      const found = largestContext(one, F16, total_bytes);
+      assertEquals([found >= tokens, largestContext(one, F16, total_bytes - 1) < found], [
+        true,
+        true,
+      ]);
+      assertEquals(memoryAtContext(one, F16, found).total_bytes, total_bytes);
+    }
+  }
+});
+
 Deno.test("the answer grows with free memory and never with the weights", () => {
   const free = fc.integer({ min: 0, max: 500 * GIB });
   fc.assert(fc.property(model, settings, free, free, (m, s, one, other) => {
@@ -312,6 +327,12 @@ Deno.test("listRaises() proposes only what helps", () => {
   ]);
   assertEquals(listRaises(llama, F16, 50 * GIB), [
     "nothing: 8192 tokens is the model's native context",
+  ]);
+  // A head of 80 is no whole number of blocks.
+  const odd = { shape: describeChanged({ "attention.key_length": 80 }), weightsBytes: 4 * GIB };
+  assertEquals(listRaises(odd, F16, 5 * GIB), [
+    "a model file 1 GiB smaller: 8192 tokens",
+    "1 GiB more free memory: 8192 tokens",
   ]);
   const windowed = { shape: shapeOf("gpt-oss-20b"), weightsBytes: 0 };
   const lines = listRaises(windowed, { ...F16, slots: 16 }, GIB);

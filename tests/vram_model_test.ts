@@ -1,7 +1,7 @@
 /** The model of memory: ground truth, every family of architectures, properties of the answer. */
 import { assert, assertEquals, assertThrows } from "@std/assert";
 import { fc } from "./deps.ts";
-import { buildModel, FAMILIES, type MetadataValue } from "./gguf_builder.ts";
+import { buildFamily, buildModel, FAMILIES, type MetadataValue } from "./gguf_builder.ts";
 import { cardOf, F16, GIB, MIB, readBytes, shapeOf } from "./vram_support.ts";
 import {
   type CacheSettings,
@@ -123,6 +123,14 @@ Deno.test("describeModel() assumes the largest vocabulary, as an upper bound, wh
   const shape = describeModel(readBytes(buildModel(architecture, others)));
   assertEquals(shape.vocabTokens, 262400);
   assertEquals(shape.upperBounds.length, 1);
+});
+
+Deno.test("describeModel() counts the tokens that a file lists before those that it claims", () => {
+  const header = readBytes(buildFamily("Llama-3-8B"));
+  assertEquals(describeModel({ ...header, vocabTokens: 128000 }).vocabTokens, 128000);
+  assertEquals(describeModel({ ...header, vocabTokens: null }).vocabTokens, 128256);
+  // A list of none is no vocabulary.
+  assertEquals(describeModel({ ...header, vocabTokens: 0 }).vocabTokens, 128256);
 });
 
 Deno.test("describeModel() derives the head's size from the embedding only where no length is given", () => {

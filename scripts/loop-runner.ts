@@ -263,6 +263,11 @@ interface OpenLoop extends Wake {
   readonly number: number;
 }
 
+/** A loop and a folder: all that it takes to run something there. */
+interface Workplace extends OpenLoop {
+  readonly cwd: string;
+}
+
 /** Where a harness works. */
 interface WorkFolder {
   readonly cwd: string;
@@ -1437,7 +1442,7 @@ export interface CommandOutcome {
 }
 
 /**
- * Runs a command without a shell and with a deadline.
+ * Runs a command without a shell, in a process group of its own, and with a deadline.
  *
  * @returns code null with the reason in stderr when it could not start or was killed at the deadline.
  */
@@ -1454,6 +1459,7 @@ export async function runCommand(
       stdin: "null",
       stdout: "piped",
       stderr: "piped",
+      detached: Deno.build.os !== "windows",
     }).spawn();
   } catch (error) {
     return { code: null, stdout: new Uint8Array(), stderr: (error as Error).message };
@@ -1468,10 +1474,29 @@ export async function runCommand(
     const { code, stdout, stderr } = output;
     return { code, stdout, stderr: new TextDecoder().decode(stderr).trim() };
   }
-  child.kill("SIGKILL");
+  killGroup(child.pid);
   const stderr = `no answer from ${argv[0]} within ${timeoutMs / 1000} s`;
   return { code: null, stdout: new Uint8Array(), stderr };
 }
+
+/** Kills the leader of a process group with all that it has started; on Windows itself alone. */
+export function killGroup(pid: number): void {
+  try {
+    Deno.kill(Deno.build.os === "windows" ? pid : -pid, "SIGKILL");
+  } catch {
+    // It ended in the same moment.
+  }
+}
+
+const GIT_FLAGS = [
+  "--no-optional-locks",
+  "-c",
+  "core.fsmonitor=false",
+  "-c",
+  "core.quotepath=false",
+] as const;
+/** A replaced object would let an agent's commit pass for the one that it came from. */
+const GIT_ENV = { GIT_TERMINAL_PROMPT: "0", GIT_NO_REPLACE_OBJECTS: "1", LC_ALL: "C" } as const;
 
 /** Runs git in a folder: no pager, no prompt, no lock taken only to refresh, no file monitor. */
 export function runGit(
@@ -1479,11 +1504,8 @@ export function runGit(
   args: readonly string[],
   options: { env?: Record<string, string>; timeoutMs?: number } = {},
 ): Promise<CommandOutcome> {
-  const fixed = ["--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotepath=false"];
-  // A replaced object would let an agent's commit pass for the one that it came from.
-  const plain = { GIT_TERMINAL_PROMPT: "0", GIT_NO_REPLACE_OBJECTS: "1", LC_ALL: "C" };
-  const env = { ...plain, ...options.env };
-  return runCommand(["git", ...fixed, ...args], { cwd, ...options, env });
+  const env = { ...GIT_ENV, ...options.env };
+  return runCommand(["git", ...GIT_FLAGS, ...args], { cwd, ...options, env });
 }
 // #endregion shared:process
 
@@ -1974,7 +1996,7 @@ function readTaskBrief(task: TaskView): string {
   return task.title;
 }
 
-function outputPath(tick: Tick, suffix: string): string {
+function outputPath(tick: OpenLoop, suffix: string): string {
   return join(tick.dir, "outputs", `tick${tick.number}-${suffix}`);
 }
 
@@ -2033,7 +2055,8 @@ function writePrompt(tick: Tick, role: RoleName, values: Readonly<Record<string,
 }
 
 /** Notes a warning for the summary and the log. */
-function warn(tick: OpenLoop, message: string): void {
+function warn(tick: OpenLoop, text: string): void {
+  const message = toOneLine(text);
   tick.summary.warnings.push(message);
   logOnce(tick, "WARNING", "WARNING", { message });
 }
@@ -2564,7 +2587,7 @@ async function feedStdin(stdin: WritableStream<Uint8Array>, text: string): Promi
 }
 
 /** Runs a harness to its end or its deadline; no process of it is left when this returns. */
-async function runHarness(tick: Tick, request: HarnessRequest): Promise<HarnessOutcome> {
+async function runHarness(tick: Workplace, request: HarnessRequest): Promise<HarnessOutcome> {
   const { label, argv } = request;
   const paths = [outputPath(tick, `${label}.log`), outputPath(tick, `${label}.err.log`)] as const;
   const { artifacts } = tick.summary;
@@ -2619,7 +2642,7 @@ async function runHarness(tick: Tick, request: HarnessRequest): Promise<HarnessO
 
 /** Watches a harness and, however that ends, ends what is left of it. */
 async function superviseHarness(
-  tick: Tick,
+  tick: OpenLoop,
   request: HarnessRequest,
   child: Deno.ChildProcess,
   streams: readonly [StreamRecorder, StreamRecorder],
@@ -2652,7 +2675,7 @@ type HarnessEnding = Pick<HarnessOutcome, "result" | "message" | "exitCode">;
 
 /** Waits for a harness to end by itself, or until a deadline, a pause or a signal says that it has to. */
 async function watchHarness(
-  tick: Tick,
+  tick: OpenLoop,
   request: HarnessRequest,
   child: Deno.ChildProcess,
   streams: readonly [StreamRecorder, StreamRecorder],
@@ -2694,7 +2717,7 @@ async function raceWithSleep(promise: Promise<unknown>, milliseconds: number): P
 
 /** Why a running harness has to end now; null while it may go on. */
 function findEndCause(
-  tick: Tick,
+  tick: OpenLoop,
   { label, timeoutMs, idleTimeoutMs }: HarnessRequest,
   startedAt: number,
   streams: readonly StreamRecorder[],
@@ -2726,7 +2749,7 @@ function isPausedNow(dir: string): boolean {
 
 /** Shows on a terminal what a harness is doing; elsewhere one line when it ends. */
 function startProgress(
-  { loop, number }: Tick,
+  { loop, number }: OpenLoop,
   label: string,
 ): { show(line: string): void; end(): void } {
   const startedAt = performance.now();
@@ -2930,14 +2953,39 @@ export function parseWorktreeList(text: string): WorktreeEntry[] {
 }
 
 /** Runs git; a failure skips the tick with git's own words. */
-async function git(cwd: string, args: readonly string[], timeoutMs = 60_000): Promise<string> {
-  const { code, stdout, stderr } = await runGit(cwd, args, { timeoutMs });
+async function git(cwd: string, args: readonly string[]): Promise<string> {
+  const { code, stdout, stderr } = await runGit(cwd, args);
   if (code === 0) return new TextDecoder().decode(stdout).replace(/\r?\n$/, "");
-  const words = stderr.split("\n").filter((line) => line !== "").slice(-3).join(" ");
-  throw new SkipError(
-    "worktree_failed",
-    `git ${args[0]} ${args[1] ?? ""}: ${words || `exit code ${code}`}`,
-  );
+  const words = lastLines(stderr) || `exit code ${code}`;
+  throw new SkipError("worktree_failed", `git ${args[0]} ${args[1] ?? ""}: ${words}`);
+}
+
+const lastLines = (text: string) =>
+  text.split("\n").filter((line) => line !== "").slice(-3).join(" ");
+
+/**
+ * Runs a git that fills folders as a harness is run: filters and hooks that it starts end with it, also
+ * when this process is killed.
+ *
+ * @returns What went wrong in words, null for nothing.
+ */
+async function runFillingGit(
+  tick: OpenLoop,
+  cwd: string,
+  args: readonly [command: string, action: string, ...rest: string[]],
+): Promise<string | null> {
+  const outcome = await runHarness({ ...tick, cwd }, {
+    label: args[0],
+    argv: ["git", ...GIT_FLAGS, ...args],
+    env: { ...Deno.env.toObject(), ...GIT_ENV, AUTOMATON_RUN_ID: tick.runId },
+    stdin: null,
+    timeoutMs: shorterTimeout(tick, GIT_CHECKOUT_TIMEOUT_MS),
+    idleTimeoutMs: 0,
+  });
+  if (outcome.result === "ok") return null;
+  if (outcome.result === "stopped") throw new StoppedError(outcome.message);
+  const words = [outcome.message, lastLines(outcome.stderrTail)].filter((each) => each !== "");
+  return `git ${args[0]} ${args[1]}: ${words.join(": ")}`;
 }
 
 async function gitOrNull(cwd: string, args: readonly string[]): Promise<string | null> {
@@ -2969,6 +3017,12 @@ async function prepareWorkFolder(tick: OpenLoop): Promise<WorkFolder> {
     warn(tick, "the project is no git repository: the harness works in the project itself");
     return inProject;
   }
+  if (code !== 0 && stderr.includes("must be run in a work tree")) {
+    throw new SkipError(
+      "worktree_failed",
+      "the project is a bare repository, which has no files to work on: use a worktree or clone of it",
+    );
+  }
   if (code !== 0) throw new SkipError("worktree_failed", `git rev-parse: ${stderr}`);
   const path = join(Deno.realPathSync(tick.dir), "worktree");
   const base = tick.isDryRun ? null : await openWorktree(tick, path);
@@ -2983,7 +3037,8 @@ async function openWorktree(tick: OpenLoop, path: string): Promise<string> {
   const base = isThere && typeof state.base_commit === "string" ? null : await resolveBase(tick);
   if (base !== null && !isThere) await addWorktree(tick, path, base);
   await removeStaleLocks(tick, path);
-  await initSubmodules(path);
+  await checkReadable(path);
+  await initSubmodules(tick, path);
   state.worktree_path = path;
   state.worktree_branch = await gitOrNull(path, ["symbolic-ref", "--short", "-q", "HEAD"]);
   if (state.worktree_branch !== branchName(tick)) {
@@ -3053,18 +3108,34 @@ async function resolveBase(tick: OpenLoop): Promise<{ branch: string | null; com
   throw new SkipError("worktree_failed", "the repository has no commit yet: make the first one");
 }
 
+/** How git locks a worktree until it has filled it (git 2.39, builtin/worktree.c). */
+const UNFILLED = "initializing";
+
+async function findWorktree(tick: OpenLoop, path: string): Promise<WorktreeEntry | null> {
+  const entries = parseWorktreeList(await git(tick.project, ["worktree", "list", "--porcelain"]));
+  return entries.find((each) => each.path === path || realPathOrNull(each.path) === path) ?? null;
+}
+
 /**
  * True when the worktree is there, registered and whole; else what stands in its place is cleared.
  *
  * @param path Without links, so that a link in its place, to the person's checkout say, is no worktree.
  */
 async function isUsableWorktree(tick: OpenLoop, path: string): Promise<boolean> {
-  const entries = parseWorktreeList(await git(tick.project, ["worktree", "list", "--porcelain"]));
-  const entry = entries.find((each) => each.path === path || realPathOrNull(each.path) === path);
-  if (entry !== undefined && realPathOrNull(path) === path && await isOwnCheckout(tick, path)) {
-    return true;
+  if (await isWholeWorktree(tick, path)) return true;
+  // Where the project was moved, worktree and repository look for each other in their old places.
+  const isLost = isFile(join(path, ".git")) && (await findWorktree(tick, path)) === null;
+  if (isLost) {
+    await gitOrNull(tick.project, ["worktree", "repair", path]);
+    if (await isWholeWorktree(tick, path)) return true;
   }
-  if (entry !== undefined && entry.lockReason !== null) {
+  const entry = await findWorktree(tick, path);
+  if (entry?.lockReason === UNFILLED) {
+    // Of a tick that was killed: no agent has ever worked there.
+    await git(tick.project, ["worktree", "remove", "--force", "--force", path]);
+    return false;
+  }
+  if (entry !== null && entry.lockReason !== null) {
     throw new SkipError(
       "worktree_failed",
       `the worktree is missing but locked (${entry.lockReason}); git worktree unlock ${path}`,
@@ -3075,8 +3146,22 @@ async function isUsableWorktree(tick: OpenLoop, path: string): Promise<boolean> 
     Deno.renameSync(path, aside);
     warn(tick, `"${path}" was no worktree of this repository and is now ${aside}`);
   }
-  if (entry !== undefined) await git(tick.project, ["worktree", "prune"]);
+  if (entry !== null) await git(tick.project, ["worktree", "prune"]);
   return false;
+}
+
+async function isWholeWorktree(tick: OpenLoop, path: string): Promise<boolean> {
+  const entry = await findWorktree(tick, path);
+  return entry !== null && entry.lockReason !== UNFILLED && realPathOrNull(path) === path &&
+    await isOwnCheckout(tick, path);
+}
+
+function isFile(path: string): boolean {
+  try {
+    return Deno.lstatSync(path).isFile;
+  } catch {
+    return false; // Nothing there.
+  }
 }
 
 /** True for the top of a checkout with a HEAD and an index of its own, not those of the project. */
@@ -3105,7 +3190,11 @@ async function addWorktree(tick: OpenLoop, path: string, base: { commit: string 
   const exists =
     await gitOrNull(tick.project, ["rev-parse", "--verify", "-q", `refs/heads/${branch}`]) !== null;
   const target = exists ? [path, branch] : ["-b", branch, path, base.commit];
-  await git(tick.project, ["worktree", "add", ...target], GIT_CHECKOUT_TIMEOUT_MS);
+  const problem = await runFillingGit(tick, tick.project, ["worktree", "add", ...target]);
+  if (problem === null) return;
+  if (!(await isWholeWorktree(tick, path))) throw new SkipError("worktree_failed", problem);
+  // All is there: it was a hook for checkouts that failed.
+  warn(tick, problem);
 }
 
 /** Removes git's locks of a worktree whose git was killed: with them nothing could be committed again. */
@@ -3120,12 +3209,25 @@ async function removeStaleLocks(tick: OpenLoop, path: string): Promise<void> {
   }
 }
 
+/** Refuses a worktree of which git cannot tell what has changed in it: nobody could judge the work. */
+async function checkReadable(path: string): Promise<void> {
+  const { code, stderr } = await runGit(path, ["diff-index", "--cached", "--quiet", "HEAD"]);
+  if (code === 0 || code === 1) return;
+  throw new SkipError(
+    "worktree_failed",
+    `git cannot read the branch or the index of "${path}" (${
+      lastLines(stderr)
+    }): mend it, or remove the folder and have it made anew`,
+  );
+}
+
 /** Fills submodules that a fresh worktree has empty. */
-async function initSubmodules(path: string): Promise<void> {
+async function initSubmodules(tick: OpenLoop, path: string): Promise<void> {
   if (!existsSync(join(path, ".gitmodules"))) return;
   const status = await git(path, ["submodule", "status", "--recursive"]);
   if (!status.split("\n").some((line) => line.startsWith("-"))) return;
-  await git(path, ["submodule", "update", "--init", "--recursive"], GIT_CHECKOUT_TIMEOUT_MS);
+  const problem = await runFillingGit(tick, path, ["submodule", "update", "--init", "--recursive"]);
+  if (problem !== null) throw new SkipError("worktree_failed", problem);
 }
 
 /** What a work folder holds at one moment, but for what git ignores. */
@@ -3891,12 +3993,12 @@ async function commitWork(tick: Tick, verdict: Verdict): Promise<void> {
     idleTimeoutMs: 0,
   });
   if (outcome.result === "ok") return;
-  const words = outcome.stderrTail.trim().split("\n").slice(-3).join(" ");
+  const words = lastLines(outcome.stderrTail);
   warn(tick, `nothing is committed: ${outcome.message}${words === "" ? "" : `: ${words}`}`);
 }
 
 /** A limit of the runner's own, or that of a session where that is shorter. */
-function shorterTimeout(tick: Tick, limitMs: number): number {
+function shorterTimeout(tick: OpenLoop, limitMs: number): number {
   const sessionMs = (tick.config.harness?.timeout_seconds ?? DEFAULT_TIMEOUT_S) * 1000;
   return sessionMs === 0 ? limitMs : Math.min(limitMs, sessionMs);
 }
@@ -3980,7 +4082,7 @@ function removeOldOutputs(tick: Tick): void {
 }
 
 /** Removes what an earlier try at this tick left, so that nothing stale is taken for its result. */
-function removeStaleOutputs(tick: Tick): void {
+function removeStaleOutputs(tick: OpenLoop): void {
   const folder = join(tick.dir, "outputs");
   ensureDirSync(folder);
   for (const { name } of [...Deno.readDirSync(folder)]) {
@@ -4025,11 +4127,11 @@ async function runSteps(loop: OpenLoop): Promise<void> {
   const { summary } = loop;
   const task = await timed(summary, "work", () => findWork(loop));
   Object.assign(summary, { task: task.name, phase: task.phase, next_phase: task.phase });
+  if (!loop.isDryRun) removeStaleOutputs(loop);
   const folder = await timed(summary, "work", () => prepareWorkFolder(loop));
   const windowTokens = await timed(summary, "context", () => measureWindow(loop));
   const tick: Tick = { ...loop, ...folder, task, windowTokens, verdictNonce: crypto.randomUUID() };
   if (tick.isDryRun) return printDryRun(tick);
-  removeStaleOutputs(tick);
   try {
     const { report, diff } = await implement(tick);
     const checks = await timed(summary, "checks", () => runChecks(tick));

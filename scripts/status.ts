@@ -1267,7 +1267,7 @@ export interface CommandOutcome {
 }
 
 /**
- * Runs a command without a shell and with a deadline.
+ * Runs a command without a shell, in a process group of its own, and with a deadline.
  *
  * @returns code null with the reason in stderr when it could not start or was killed at the deadline.
  */
@@ -1284,6 +1284,7 @@ export async function runCommand(
       stdin: "null",
       stdout: "piped",
       stderr: "piped",
+      detached: Deno.build.os !== "windows",
     }).spawn();
   } catch (error) {
     return { code: null, stdout: new Uint8Array(), stderr: (error as Error).message };
@@ -1298,10 +1299,29 @@ export async function runCommand(
     const { code, stdout, stderr } = output;
     return { code, stdout, stderr: new TextDecoder().decode(stderr).trim() };
   }
-  child.kill("SIGKILL");
+  killGroup(child.pid);
   const stderr = `no answer from ${argv[0]} within ${timeoutMs / 1000} s`;
   return { code: null, stdout: new Uint8Array(), stderr };
 }
+
+/** Kills the leader of a process group with all that it has started; on Windows itself alone. */
+export function killGroup(pid: number): void {
+  try {
+    Deno.kill(Deno.build.os === "windows" ? pid : -pid, "SIGKILL");
+  } catch {
+    // It ended in the same moment.
+  }
+}
+
+const GIT_FLAGS = [
+  "--no-optional-locks",
+  "-c",
+  "core.fsmonitor=false",
+  "-c",
+  "core.quotepath=false",
+] as const;
+/** A replaced object would let an agent's commit pass for the one that it came from. */
+const GIT_ENV = { GIT_TERMINAL_PROMPT: "0", GIT_NO_REPLACE_OBJECTS: "1", LC_ALL: "C" } as const;
 
 /** Runs git in a folder: no pager, no prompt, no lock taken only to refresh, no file monitor. */
 export function runGit(
@@ -1309,11 +1329,8 @@ export function runGit(
   args: readonly string[],
   options: { env?: Record<string, string>; timeoutMs?: number } = {},
 ): Promise<CommandOutcome> {
-  const fixed = ["--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotepath=false"];
-  // A replaced object would let an agent's commit pass for the one that it came from.
-  const plain = { GIT_TERMINAL_PROMPT: "0", GIT_NO_REPLACE_OBJECTS: "1", LC_ALL: "C" };
-  const env = { ...plain, ...options.env };
-  return runCommand(["git", ...fixed, ...args], { cwd, ...options, env });
+  const env = { ...GIT_ENV, ...options.env };
+  return runCommand(["git", ...GIT_FLAGS, ...args], { cwd, ...options, env });
 }
 // #endregion shared:process
 
@@ -2038,8 +2055,7 @@ async function runHook(
   const status = await Promise.race([child.status, deadline]);
   clearTimeout(timer);
   if (status !== null) return status.success ? null : `exit code ${status.code}`;
-  if (Deno.build.os === "windows") child.kill("SIGKILL");
-  else Deno.kill(-child.pid, "SIGKILL");
+  killGroup(child.pid);
   return `no end within ${timeoutMs / 1000} s`;
 }
 

@@ -261,25 +261,17 @@ export function listTemporaries(scratch: Scratch, loop: string): string[] {
 export function describeCheckout(scratch: Scratch): string {
   const { project } = scratch;
   if (!existsSync(join(project, ".git"))) return "";
+  const ask = (...args: string[]) => git(scratch, project, "--no-optional-locks", ...args);
+  const isBare = ask("rev-parse", "--is-bare-repository") === "true";
+  const outside = ["--", ".", ":(exclude).automaton"];
   const files = [...Deno.readDirSync(project)]
-    .filter(({ isFile }) => isFile)
+    .filter(({ name, isFile }) => isFile && name !== ".git")
     .map(({ name }) => `${name}: ${Deno.readTextFileSync(join(project, name))}`)
     .sort();
   return [
-    git(scratch, project, "rev-parse", "HEAD"),
-    git(scratch, project, "symbolic-ref", "HEAD"),
-    git(
-      scratch,
-      project,
-      "--no-optional-locks",
-      "status",
-      "--porcelain",
-      "--",
-      ".",
-      ":(exclude).automaton",
-    ),
-    git(scratch, project, "stash", "list"),
-    Deno.readTextFileSync(join(project, ".git", "config")),
+    isBare ? "bare" : ask("status", "--porcelain=v2", "--branch", ...outside),
+    ask("for-each-ref", "refs/stash"),
+    ask("config", "--local", "--list"),
     ...files,
   ].join("\n");
 }

@@ -3704,9 +3704,14 @@ async function runRole(
   ]);
   const taskState = join(tick.task.dir, ".state");
   const controls = new Map([...steering, [taskState, readControl(taskState)]]);
+  const cost = readControl(costPath(tick));
   const outcome = await timed(tick.summary, role, () => runHarness(tick, request));
+  const isSpendingKept = keepSpending(tick, cost);
   noteUsage(tick, role, outcome.usage);
   await guardControls(tick, controls, role);
+  if (!isSpendingKept) {
+    throw new HaltError("drift_detected", `${role} took dollars off "${costPath(tick)}"`, null);
+  }
   await guardBase(tick, base, role);
   if (await describeCheckout(tick) !== checkout) {
     warn(tick, `the project's own checkout changed while ${role} was at work`);
@@ -3721,6 +3726,23 @@ async function runRole(
   return outcome;
 }
 
+const costPath = ({ dir }: OpenLoop) => join(dir, "cost.json");
+
+/** Dollars of a cost.json that count against a budget. */
+function countSpending(text: string | null): number {
+  const cost = parseJsonOrNull(text ?? "");
+  return isRecord(cost) && cost.local !== true && Number(cost.total_usd) || 0;
+}
+
+/** Puts cost.json back where a session made its sum smaller, by which a budget would last longer. */
+function keepSpending(tick: Tick, before: string | null): boolean {
+  const path = costPath(tick);
+  if (before === null || countSpending(readControl(path)) >= countSpending(before)) return true;
+  if (isDirectory(path)) Deno.removeSync(path, { recursive: true });
+  writeFileAtomic(path, before);
+  return false;
+}
+
 /** Logs a run's cost and tokens, and adds its dollars to what the loop has spent. */
 function noteUsage(tick: Tick, role: RoleName, usage: UsageReport | null): void {
   if (usage === null) return;
@@ -3730,7 +3752,7 @@ function noteUsage(tick: Tick, role: RoleName, usage: UsageReport | null): void 
   logSafely(tick, "INFO", "USAGE", { tick: tick.number, role, ...fields });
   if (costUsd === null) return;
   tick.summary.cost_usd = (tick.summary.cost_usd ?? 0) + costUsd;
-  const path = join(tick.dir, "cost.json");
+  const path = costPath(tick);
   try {
     const cost = parseJsonText(readTextIfPresent(path) ?? "{}", path);
     // A sum that cannot be read is never begun anew: the budget counts on it.

@@ -26,8 +26,8 @@ export const TARGETS: readonly Target[] = [
     ],
     tests: [
       // The tests of linear time compare times, which so many runs side by side would spoil.
-      ["tests/verdict_test.ts", "--filter", "/^(?!.*linear time)/"],
-      ["tests/faults/escape_test.ts", "--filter", "parseVerdict"],
+      ["tests/verdict_test.ts", "--filter", "/^parseVerdict/"],
+      ["tests/faults/escape_test.ts", "--filter", "/^parseVerdict/"],
     ],
   },
   {

@@ -10,7 +10,7 @@ import {
   switchCronLines,
   textToBytes,
 } from "../scripts/status.ts";
-import { fc } from "./deps.ts";
+import { fc, THOROUGHNESS } from "./deps.ts";
 import { nastyPath } from "./schedule_support.ts";
 
 /** A line of ours as it is installed, before it becomes bytes. */
@@ -76,7 +76,7 @@ Deno.test("a table is what it was, byte for byte, once lines have come and gone"
       const newline = installed.newlineAddedAfter ?? undefined;
       assertEquals(removeCronLines(installed.table, own, newline), table);
     }),
-    { numRuns: 500 },
+    { numRuns: 500 * THOROUGHNESS },
   );
 });
 

@@ -11,7 +11,7 @@ import {
   quoteWindowsArgument,
   quoteYaml,
 } from "../scripts/status.ts";
-import { fc } from "./deps.ts";
+import { fc, THOROUGHNESS } from "./deps.ts";
 import { DOMParser, nastyPath, nastyWord, parseYaml } from "./schedule_support.ts";
 
 /** The words that a line of sh passes to a program. */
@@ -33,7 +33,7 @@ Deno.test({
     const property = fc.property(words, (list) => {
       assertEquals(readWithSh(list.map(quoteShWord).join(" ")), list);
     });
-    fc.assert(property, { numRuns: 60 });
+    fc.assert(property, { numRuns: 60 * THOROUGHNESS });
   },
 });
 
@@ -77,7 +77,7 @@ for (const [name, pass] of Object.entries(CRONS)) {
         assertNotEquals(passed, null);
         assertEquals(readWithSh(passed!), list);
       });
-      fc.assert(property, { numRuns: 60 });
+      fc.assert(property, { numRuns: 60 * THOROUGHNESS });
     },
   });
 }

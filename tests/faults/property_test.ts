@@ -4,7 +4,7 @@
  */
 import { assert, assertEquals } from "@std/assert";
 import { join } from "@std/path";
-import { fc } from "../deps.ts";
+import { fc, THOROUGHNESS } from "../deps.ts";
 import {
   loopDir,
   makeScratch,
@@ -23,9 +23,8 @@ import {
   truncateTokens,
 } from "../../scripts/loop-runner.ts";
 import { NAME_PATTERN, runStatus } from "../../scripts/status.ts";
-import { IS_FULL, SEED } from "./support.ts";
 
-const RUNS = { seed: SEED | 0, numRuns: IS_FULL ? 5000 : 500 };
+const RUNS = { numRuns: 500 * THOROUGHNESS };
 /** For properties that start programs or write files. */
 const FEW_RUNS = { ...RUNS, numRuns: RUNS.numRuns / 25 };
 

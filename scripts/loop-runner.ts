@@ -1713,14 +1713,19 @@ class ObjectReader {
   read(start: number): { end: number; isCutOff: boolean } {
     this.#at = start;
     const isBroken = this.#readValue(0) === BROKEN;
-    return {
-      end: Math.max(this.#at, start + 1),
-      isCutOff: isBroken && this.#at >= this.text.length,
-    };
+    return { end: this.#at, isCutOff: isBroken && this.#at >= this.text.length };
+  }
+
+  /** Moves on by what an expression matches here. */
+  #take(sticky: RegExp): string {
+    sticky.lastIndex = this.#at;
+    const [found] = sticky.exec(this.text) ?? [""];
+    this.#at += found.length;
+    return found;
   }
 
   #skipSpace(): string | undefined {
-    while (this.#at < this.text.length && " \t\n\r".includes(this.text[this.#at]!)) this.#at++;
+    this.#take(/[ \t\n\r]*/y);
     return this.text[this.#at];
   }
 
@@ -1774,7 +1779,8 @@ class ObjectReader {
     return true;
   }
 
-  #readString(): string | typeof BROKEN {
+  /** Reads a string; BROKEN where it does not end in its line. */
+  #readString(): unknown {
     const from = this.#at++;
     for (; this.#at < this.text.length; this.#at++) {
       const code = this.text.charCodeAt(this.#at);
@@ -1782,26 +1788,25 @@ class ObjectReader {
       if (code === 0x5c) this.#at++;
       if (code !== 0x22) continue;
       this.#at++;
-      try {
-        return JSON.parse(this.text.slice(from, this.#at));
-      } catch {
-        return BROKEN; // An escape that JSON does not have.
-      }
+      const quoted = this.text.slice(from, this.#at);
+      return parseJsonOrNull(doubleBackslashes(quoted)) ?? BROKEN;
     }
     return BROKEN;
   }
 
   #readWord(): unknown {
-    const expression = /[-+.\w]*/y;
-    expression.lastIndex = this.#at;
-    const word = expression.exec(this.text)![0];
-    const isNumber = /^-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?$/.test(word);
-    const isKnown = isNumber || WORDS.has(word);
-    const isLast = this.#at + word.length >= this.text.length;
-    // An unknown word at the very end may be half of a known one.
-    if (isKnown || isLast) this.#at += word.length;
-    return isNumber ? Number(word) : isKnown ? WORDS.get(word) : BROKEN;
+    const word = this.#take(/[-+.\w]*/y);
+    if (/^-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?$/.test(word)) return Number(word);
+    return WORDS.has(word) ? WORDS.get(word) : BROKEN;
   }
+}
+
+/** Doubles the backslashes that begin no escape of JSON: models quote paths and expressions as they are. */
+function doubleBackslashes(quoted: string): string {
+  return quoted.replace(
+    /\\(["\\/bfnrt]|u[\da-fA-F]{4})|\\/g,
+    (match, known) => known === undefined ? "\\\\" : match,
+  );
 }
 
 /**

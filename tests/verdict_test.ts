@@ -20,6 +20,11 @@ function fenced(text: string, language = "json"): string {
   return "```" + language + "\n" + text + "\n```";
 }
 
+/** A verdict with a field of many levels. */
+function deepen(open: string, levels: number, close: string, inner = ""): string {
+  return `{"pass": true, "a": ${open.repeat(levels)}${inner}${close.repeat(levels)}}`;
+}
+
 /** `pass` and `score` of what was read; null for no verdict. */
 function read(text: string): [boolean | null, number] | null {
   const { verdict } = parseVerdict(text, NONCE);
@@ -70,6 +75,21 @@ const UNDERSTOOD: readonly (readonly [name: string, text: string, pass: boolean,
       true,
       0.5,
     ],
+    [
+      "backslashes that begin no escape",
+      `{"pass": false, "reasons": ["C:\\dir \\\\x \\"\\d+\\" \\u12"], "score": 0.9}`,
+      false,
+      0.9,
+    ],
+    ["quotes around it", `"${signed(true)}"`, true, 0.5],
+    [
+      "the fenced one, if the text begins with it",
+      `${fenced(unsigned(true, 0.9))}\n${unsigned(true, 0.1)}`,
+      true,
+      0.9,
+    ],
+    ["as many levels as are read", deepen("[", 100, "]"), true, 0.5],
+    ["as many objects as are read", deepen('{"a":', 99, "}", "{}"), true, 0.5],
     ["escapes", '{"pass": true, "reasons": ["\\u00e9 \\"x\\" {\\n}"], "score": 1}', true, 1],
   ];
 
@@ -97,6 +117,17 @@ const REFUSED: readonly (readonly [name: string, text: string, problem: RegExp])
     /disagree/,
   ],
   ["single quotes", "{'pass': true}", /no JSON object/],
+  ["a level more than is read", deepen("[", 101, "]"), /no JSON object/],
+  ["an object more than is read", deepen('{"a":', 100, "}", "{}"), /no JSON object/],
+  ["a value missing at the deepest level", deepen("[", 100, "]", ","), /no JSON object/],
+  ["100,000 levels", deepen("[", 100_000, "]"), /no JSON object/],
+  ["a comma before the first field", '{, "pass": true}', /no JSON object/],
+  ["a key without a value", '{"a", "pass": true}', /no JSON object/],
+  ["a list that is closed as an object", '{"pass": true, "a": [1}', /no JSON object/],
+  ["an open list that is closed as an object", '{"pass": true, "a": [}', /no JSON object/],
+  ["a string over two lines", '{"pass": true, "a": "x\n, "b": 1}', /no JSON object/],
+  ["a line that ends in a backslash", '{"pass": true, "a": "x\\\n"}', /no JSON object/],
+  ["a bare word", '{"pass": true, "a": maybe}', /no JSON object/],
   ["a Python literal", '{"pass": True}', /no JSON object/],
 ];
 

@@ -63,7 +63,9 @@ function listReplacements(node: ts.Node): readonly string[] {
     (ts.isConditionalExpression(parent) && parent.condition === node);
   if (isCondition) return ["true", "false"];
   if (ts.isWhileStatement(parent) && parent.expression === node) return ["false"];
-  if (ts.isReturnStatement(node) && node.expression !== undefined) {
+  const isTruth = ts.isReturnStatement(node) &&
+    /^(true|false)$/.test(node.expression?.getText() ?? "");
+  if (ts.isReturnStatement(node) && node.expression !== undefined && !isTruth) {
     return [`return ${node.expression.getText() === "null" ? "{}" : "null"} as never;`];
   }
   return [];

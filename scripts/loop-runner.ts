@@ -1716,10 +1716,10 @@ class ObjectReader {
     return { end: this.#at, isCutOff: isBroken && this.#at >= this.text.length };
   }
 
-  /** Moves on by what an expression matches here. */
+  /** Moves on by what an expression matches here, if only the empty text. */
   #take(sticky: RegExp): string {
     sticky.lastIndex = this.#at;
-    const [found] = sticky.exec(this.text) ?? [""];
+    const found = sticky.exec(this.text)![0];
     this.#at += found.length;
     return found;
   }

@@ -126,6 +126,7 @@ const REFUSED: readonly (readonly [name: string, text: string, problem: RegExp])
   ["a list that is closed as an object", '{"pass": true, "a": [1}', /no JSON object/],
   ["an open list that is closed as an object", '{"pass": true, "a": [}', /no JSON object/],
   ["a string over two lines", '{"pass": true, "a": "x\n, "b": 1}', /no JSON object/],
+  ["a key over two lines", '{"x\n: 1, "pass": true}', /no JSON object/],
   ["a line that ends in a backslash", '{"pass": true, "a": "x\\\n"}', /no JSON object/],
   ["a bare word", '{"pass": true, "a": maybe}', /no JSON object/],
   ["a Python literal", '{"pass": True}', /no JSON object/],

@@ -974,6 +974,9 @@ export interface LockNote {
   readonly started_at: string;
   /** Marker of the harness's processes in their environment. */
   readonly run_id: string | null;
+  /** What that harness was told of its role and its task; null where it has none. */
+  readonly role: string | null;
+  readonly task: string | null;
   /** The harness's process group and when its leader started (platform's own words). */
   readonly harness_pgid: number | null;
   readonly harness_started: string | null;
@@ -987,6 +990,11 @@ export function readLockNote(path: string): LockNote | null {
   } catch {
     return null; // Empty or half-written: the kernel lock alone decides, the note only informs.
   }
+}
+
+/** The mark that a run's processes inherit as their limit of file locks: 48 bits of the run's id. */
+export function markLimit(runId: string): string {
+  return `${parseInt(runId.replaceAll("-", "").slice(0, 12), 16)}`;
 }
 // #endregion shared:lock
 
@@ -1494,9 +1502,16 @@ const GIT_FLAGS = [
   "core.fsmonitor=false",
   "-c",
   "core.quotepath=false",
+  "-c",
+  "core.commitGraph=false",
 ] as const;
-/** A replaced object would let an agent's commit pass for the one that it came from. */
-const GIT_ENV = { GIT_TERMINAL_PROMPT: "0", GIT_NO_REPLACE_OBJECTS: "1", LC_ALL: "C" } as const;
+/** Replaced objects, grafts and a commit graph can tell other parents than the commits have. */
+const GIT_ENV = {
+  GIT_TERMINAL_PROMPT: "0",
+  GIT_NO_REPLACE_OBJECTS: "1",
+  GIT_GRAFT_FILE: "/dev/null",
+  LC_ALL: "C",
+} as const;
 
 /** Runs git in a folder: no pager, no prompt, no lock taken only to refresh, no file monitor. */
 export function runGit(
@@ -1506,6 +1521,15 @@ export function runGit(
 ): Promise<CommandOutcome> {
   const env = { ...GIT_ENV, ...options.env };
   return runCommand(["git", ...GIT_FLAGS, ...args], { cwd, ...options, env });
+}
+
+/** The full name of a branch, or of what else a loop starts from: a tag of that name would go before it. */
+export async function findFullRef(cwd: string, name: string): Promise<string> {
+  for (const full of [`refs/heads/${name}`, `refs/remotes/${name}`]) {
+    const { code } = await runGit(cwd, ["rev-parse", "--verify", "-q", `${full}^{commit}`]);
+    if (code === 0) return full;
+  }
+  return name;
 }
 // #endregion shared:process
 
@@ -2220,9 +2244,6 @@ async function setInheritedLimit(value: string): Promise<void> {
   await runTool(["prlimit", `--pid=${Deno.pid}`, `--locks=${value}:`]);
 }
 
-/** A run's mark as a limit: the 48 bits that its id starts with. */
-const markLimit = (runId: string) => `${parseInt(runId.replaceAll("-", "").slice(0, 12), 16)}`;
-
 /** The ids of processes that carry a run's marker in their environment or in their limits. */
 async function listMarked(runId: string): Promise<Set<number>> {
   const marker = `AUTOMATON_RUN_ID=${runId}`;
@@ -2657,14 +2678,14 @@ async function superviseHarness(
   let end = { found: 0, survivors: 0 };
   try {
     leader = { ...leader, started: await findStartTime(child.pid) };
-    writeLockNote(tick, tick.runId, leader);
+    noteHarness(tick, leader, request.env);
     ending = await watchHarness(tick, request, child, streams);
   } finally {
     end = await endRun(leader, tick.runId);
     await raceWithSleep(Promise.all(streams.map(({ done }) => done)), DRAIN_MS);
     await Promise.all(streams.map((stream) => stream.abandon()));
   }
-  writeLockNote(tick, tick.runId, null);
+  noteHarness(tick, null, {});
   if (end.survivors > 0) {
     warn(tick, `${end.survivors} process(es) of ${request.label} could not be ended`);
   }
@@ -2777,14 +2798,14 @@ function startProgress(
 }
 
 /**
- * Writes into the lock file who holds it, for people and for the next tick.
+ * Writes into the lock file who holds it, for people, for `status` and for the next tick.
  *
  * @param runId Null once the tick has ended what it started.
  */
 function writeLockNote(
   { lock, loop, startedAt, isDryRun }: Wake,
   runId: string | null,
-  harness: { pid: number; started: string | null } | null,
+  harness: Partial<Pick<LockNote, "role" | "task" | "harness_pgid" | "harness_started">> = {},
 ): void {
   if (lock === null || isDryRun) return;
   const note: LockNote = {
@@ -2793,12 +2814,35 @@ function writeLockNote(
     loop,
     started_at: startedAt,
     run_id: runId,
-    harness_pgid: harness?.pid ?? null,
-    harness_started: harness?.started ?? null,
+    role: null,
+    task: null,
+    harness_pgid: null,
+    harness_started: null,
+    ...harness,
   };
   lock.truncateSync(0);
   lock.seekSync(0, Deno.SeekMode.Start);
   writeAll(lock, new TextEncoder().encode(`${JSON.stringify(note)}\n`));
+}
+
+const lockPath = ({ dir }: Wake) => join(dir, ".state.lock");
+
+/** True while the note is the one of this tick, by which `status` knows its processes. */
+const isNoteOurs = (wake: Wake) => readLockNote(lockPath(wake))?.run_id === wake.runId;
+
+/** Notes which harness is at work. A note that somebody has changed stays, for guardControls() to see. */
+function noteHarness(
+  tick: OpenLoop,
+  leader: Leader | null,
+  env: Readonly<Record<string, string>>,
+): void {
+  if (!isNoteOurs(tick)) return;
+  writeLockNote(tick, tick.runId, {
+    role: env.AUTOMATON_ROLE ?? null,
+    task: env.AUTOMATON_TASK ?? null,
+    harness_pgid: leader?.pid ?? null,
+    harness_started: leader?.started ?? null,
+  });
 }
 
 /** True for a whole id: part of one, in a note that an agent has changed, would mark runs of others. */
@@ -2982,7 +3026,14 @@ async function runFillingGit(
   const outcome = await runHarness({ ...tick, cwd }, {
     label: args[0],
     argv: ["git", ...GIT_FLAGS, ...args],
-    env: { ...Deno.env.toObject(), ...GIT_ENV, AUTOMATON_RUN_ID: tick.runId },
+    env: {
+      ...Deno.env.toObject(),
+      ...GIT_ENV,
+      AUTOMATON_PROJECT: tick.project,
+      AUTOMATON_LOOP: tick.loop,
+      AUTOMATON_ROLE: "verify",
+      AUTOMATON_RUN_ID: tick.runId,
+    },
     stdin: null,
     timeoutMs: shorterTimeout(tick, GIT_CHECKOUT_TIMEOUT_MS),
     idleTimeoutMs: 0,
@@ -3061,7 +3112,8 @@ async function openWorktree(tick: OpenLoop, path: string): Promise<string> {
 
 /** Where the loop's branch left its base: further on than at first once the base was merged in again. */
 async function findDiffBase(path: string, branch: string | null, commit: string): Promise<string> {
-  const merged = branch === null ? null : await gitOrNull(path, ["merge-base", branch, "HEAD"]);
+  if (branch === null) return commit;
+  const merged = await gitOrNull(path, ["merge-base", await findFullRef(path, branch), "HEAD"]);
   if (merged === null) return commit;
   const { code } = await runGit(path, ["merge-base", "--is-ancestor", commit, merged]);
   return code === 0 ? merged : commit;
@@ -3632,7 +3684,8 @@ async function guardControls(tick: Tick, before: Controls, role: RoleName): Prom
   const changed = [...known].filter((path) =>
     (before.get(path) ?? null) !== (now.get(path) ?? null)
   );
-  const isLockOurs = tick.lock !== null && isSameFile(tick.lock, join(tick.dir, ".state.lock"));
+  const isLockOurs = tick.lock !== null && isSameFile(tick.lock, lockPath(tick)) &&
+    isNoteOurs(tick);
   const taskState = join(tick.task.dir, ".state");
   const isTampered = await isTaskTampered(tick.task.dir, before.get(taskState) ?? null);
   if (changed.length === 0 && isLockOurs && !isTampered) return;
@@ -3648,7 +3701,7 @@ async function guardControls(tick: Tick, before: Controls, role: RoleName): Prom
     writeFileAtomic(path, text);
   }
   const names = [...changed];
-  if (!isLockOurs) names.push(join(tick.dir, ".state.lock"));
+  if (!isLockOurs) names.push(lockPath(tick));
   if (isTampered) names.push(taskState);
   throw new HaltError(
     "drift_detected",
@@ -3657,11 +3710,22 @@ async function guardControls(tick: Tick, before: Controls, role: RoleName): Prom
   );
 }
 
+/** Halts the loop when a session other than the orchestrator's took a step of the task as one. */
+async function guardTask(tick: Tick, before: string | null, role: RoleName): Promise<void> {
+  if (role === "orchestrate" || readControl(join(tick.task.dir, ".state")) === before) return;
+  const history = (await viewTask(tick, tick.task.name))?.history ?? [];
+  const step = history.slice(tick.task.history.length)
+    .find(({ by }) => by.startsWith("loop:"));
+  if (step === undefined) return;
+  throw new HaltError("drift_detected", `${role} moved the task to ${step.to}`, null);
+}
+
 /** The commit of the branch that the loop's changes are told against; null where there is none. */
 async function readBaseCommit({ state, cwd, isGit }: Tick): Promise<string | null> {
   const branch = state.base_branch ?? null;
   if (!isGit || branch === null) return null;
-  return await gitOrNull(cwd, ["rev-parse", "--verify", "-q", `${branch}^{commit}`]);
+  const ref = await findFullRef(cwd, branch);
+  return await gitOrNull(cwd, ["rev-parse", "--verify", "-q", `${ref}^{commit}`]);
 }
 
 /**
@@ -3671,9 +3735,9 @@ async function readBaseCommit({ state, cwd, isGit }: Tick): Promise<string | nul
 async function guardBase(tick: Tick, before: string | null, role: RoleName): Promise<void> {
   const after = await readBaseCommit(tick);
   if (before === null || after === null || after === before) return;
-  const isAncestor = async (older: string, newer: string) =>
-    (await runGit(tick.cwd, ["merge-base", "--is-ancestor", older, newer])).code === 0;
-  if (await isAncestor(after, before) || !(await isAncestor(after, "HEAD"))) return;
+  const left = await gitOrNull(tick.cwd, ["merge-base", after, "HEAD"]);
+  if (left === null) return;
+  if ((await runGit(tick.cwd, ["merge-base", "--is-ancestor", left, before])).code === 0) return;
   const message =
     `${role} moved ${tick.state.base_branch}, the loop's base, onto the loop's own work`;
   throw new HaltError("drift_detected", message, null);
@@ -3714,6 +3778,7 @@ async function runRole(
   const isSpendingKept = keepSpending(tick, cost);
   noteUsage(tick, role, outcome.usage);
   await guardControls(tick, controls, role);
+  await guardTask(tick, controls.get(taskState) ?? null, role);
   if (!isSpendingKept) {
     throw new HaltError("drift_detected", `${role} took dollars off "${costPath(tick)}"`, null);
   }
@@ -3920,7 +3985,10 @@ function writeMissingDocument(tick: Tick): void {
 
 /** Step 10: one step in the pipeline, by a session or by the built-in orchestrator. */
 async function orchestrate(tick: Tick, verdict: Verdict): Promise<void> {
-  if (verdict.pass === true) writeMissingDocument(tick);
+  if (verdict.pass === true) {
+    await guardLastStep(tick);
+    writeMissingDocument(tick);
+  }
   if (!tick.config.roles?.orchestrate) return await takeBuiltInStep(tick, verdict);
   // Only this session's own step may use up the one that it has.
   openFresh(outputPath(tick, "orchestrate.op")).close();
@@ -3933,11 +4001,24 @@ async function orchestrate(tick: Tick, verdict: Verdict): Promise<void> {
   await guardStep(tick, verdict);
 }
 
+/** Looks for drift before the step that completes a task: no gate of a later tick would. */
+async function guardLastStep(tick: Tick): Promise<void> {
+  const isInWorktree = tick.cwd === tick.state.worktree_path;
+  if (tick.task.next_phase !== "complete" || !isInWorktree) return;
+  const args = ["--scope-check", `--loop=${tick.loop}`];
+  const { json, problem } = await runProgram(tick, "status", args, true);
+  if (json?.ok === true) return;
+  const files = json?.out_of_scope_files;
+  if (!Array.isArray(files)) throw new SkipError("gate_failed", problem);
+  const listed = files.slice(0, 5).map((path) => JSON.stringify(path)).join(", ");
+  throw new HaltError("drift_detected", `changed outside the file scope: ${listed}`, null);
+}
+
 /** Halts the loop when a session took more than its one step, or went on against the verdict. */
 async function guardStep(tick: Tick, verdict: Verdict): Promise<void> {
   const history = (await viewTask(tick, tick.task.name))?.history ?? [];
   const steps = history.slice(tick.task.history.length)
-    .filter(({ by }) => by === `loop:${tick.loop}/orchestrate`);
+    .filter(({ by }) => by.startsWith("loop:"));
   const hasGoneOn = steps.some(({ to }) => to === tick.task.next_phase);
   const problem = steps.length > 1
     ? `took ${steps.length} steps instead of one`
@@ -4390,14 +4471,14 @@ async function runLockedTick(wake: Wake, slot: string | undefined): Promise<void
     await sweepLastRun(dir, summary);
     removeScratch(dir);
   }
-  writeLockNote(wake, runId, null);
+  writeLockNote(wake, runId);
   try {
     await timed(summary, "gate", () => passGate(wake));
     await runSteps(openLoop(wake, slot));
   } catch (error) {
     await endEarly(wake, error);
   } finally {
-    writeLockNote(wake, null, null);
+    writeLockNote(wake, null);
   }
 }
 

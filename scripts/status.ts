@@ -799,6 +799,9 @@ export interface LockNote {
   readonly started_at: string;
   /** Marker of the harness's processes in their environment. */
   readonly run_id: string | null;
+  /** What that harness was told of its role and its task; null where it has none. */
+  readonly role: string | null;
+  readonly task: string | null;
   /** The harness's process group and when its leader started (platform's own words). */
   readonly harness_pgid: number | null;
   readonly harness_started: string | null;
@@ -812,6 +815,11 @@ export function readLockNote(path: string): LockNote | null {
   } catch {
     return null; // Empty or half-written: the kernel lock alone decides, the note only informs.
   }
+}
+
+/** The mark that a run's processes inherit as their limit of file locks: 48 bits of the run's id. */
+export function markLimit(runId: string): string {
+  return `${parseInt(runId.replaceAll("-", "").slice(0, 12), 16)}`;
 }
 // #endregion shared:lock
 
@@ -1319,9 +1327,16 @@ const GIT_FLAGS = [
   "core.fsmonitor=false",
   "-c",
   "core.quotepath=false",
+  "-c",
+  "core.commitGraph=false",
 ] as const;
-/** A replaced object would let an agent's commit pass for the one that it came from. */
-const GIT_ENV = { GIT_TERMINAL_PROMPT: "0", GIT_NO_REPLACE_OBJECTS: "1", LC_ALL: "C" } as const;
+/** Replaced objects, grafts and a commit graph can tell other parents than the commits have. */
+const GIT_ENV = {
+  GIT_TERMINAL_PROMPT: "0",
+  GIT_NO_REPLACE_OBJECTS: "1",
+  GIT_GRAFT_FILE: "/dev/null",
+  LC_ALL: "C",
+} as const;
 
 /** Runs git in a folder: no pager, no prompt, no lock taken only to refresh, no file monitor. */
 export function runGit(
@@ -1331,6 +1346,15 @@ export function runGit(
 ): Promise<CommandOutcome> {
   const env = { ...GIT_ENV, ...options.env };
   return runCommand(["git", ...GIT_FLAGS, ...args], { cwd, ...options, env });
+}
+
+/** The full name of a branch, or of what else a loop starts from: a tag of that name would go before it. */
+export async function findFullRef(cwd: string, name: string): Promise<string> {
+  for (const full of [`refs/heads/${name}`, `refs/remotes/${name}`]) {
+    const { code } = await runGit(cwd, ["rev-parse", "--verify", "-q", `${full}^{commit}`]);
+    if (code === 0) return full;
+  }
+  return name;
 }
 // #endregion shared:process
 
@@ -1770,7 +1794,8 @@ async function lockTask(
       const lock = await acquireLock(join(dir, ".state.lock"), DEFAULT_LOCK_TIMEOUT_S * 1000);
       if (lock !== null) return { dir, lock };
     } catch (error) {
-      if (error instanceof Deno.errors.NotFound) continue;
+      // Moved meanwhile; else the lock file itself leads nowhere.
+      if (error instanceof Deno.errors.NotFound && findTaskDir(project, name) !== dir) continue;
       throw error;
     }
     throw new RefusedError(
@@ -1843,10 +1868,13 @@ function viewLoop(project: string, name: string): LoopView {
   }
 }
 
-function listLoops(project: string): LoopView[] {
+function listLoopNames(project: string): string[] {
   return listFolders(loopsDir(project))
-    .filter((name) => NAME_PATTERN.test(name) && isLoopDir(join(loopsDir(project), name)))
-    .map((name) => viewLoop(project, name));
+    .filter((name) => NAME_PATTERN.test(name) && isLoopDir(join(loopsDir(project), name)));
+}
+
+function listLoops(project: string): LoopView[] {
+  return listLoopNames(project).map((name) => viewLoop(project, name));
 }
 
 /** The halted loop that owns a task or has it as its current one; null where there is none. */
@@ -2019,6 +2047,7 @@ async function runHaltHook(
     AUTOMATON_LOOP: basename(dir),
     // What an agent may have written must not approve anything by way of a hook.
     AUTOMATON_ROLE: "verify",
+    AUTOMATON_NO_LOOP_LOCK: "",
     AUTOMATON_EVENT: "halt",
     AUTOMATON_REASON: haltReason,
     AUTOMATON_DETAIL: detail,
@@ -2183,10 +2212,13 @@ async function listChangedFiles(
   state: LoopState,
 ): Promise<string[]> {
   const changed = new Set(await listUncommitted(worktree));
-  const base = await findBase(project, worktree, state);
-  if (base !== null) {
+  // The loop's branch too: a session may have left its commits there and gone elsewhere.
+  for (const tip of ["HEAD", `refs/heads/loop/${state.name}`]) {
+    if (await readGitLine(worktree, ["rev-parse", "--verify", "-q", tip]) === null) continue;
+    const base = await findBase(project, worktree, { state, tip });
+    if (base === null) continue;
     const flags = ["--name-only", "-z", "--no-renames", "--ignore-submodules=none"];
-    const output = await readGit(worktree, ["diff", ...flags, base, "HEAD"]);
+    const output = await readGit(worktree, ["diff", ...flags, base, tip]);
     for (const path of splitNul(output)) changed.add(path);
   }
   // What the index says to be as it was is not looked at by git: it counts as changed while it is there.
@@ -2205,15 +2237,17 @@ async function listChangedFiles(
 async function findBase(
   project: string,
   worktree: string,
-  { base_branch: branch, base_commit: commit }: LoopState,
+  { state, tip }: { state: LoopState; tip: string },
 ): Promise<string | null> {
+  const { base_branch: name, base_commit: commit } = state;
+  const branch = typeof name === "string" ? await findFullRef(worktree, name) : null;
   const isRewritten = typeof branch === "string" && typeof commit === "string" &&
     await readGitLine(worktree, ["merge-base", "--is-ancestor", commit, branch]) === null;
   const start = isRewritten
     ? commit
     : branch ?? commit ?? await readGitLine(project, ["rev-parse", "--verify", "HEAD"]);
   if (start === null) return null;
-  return await readGitLine(worktree, ["merge-base", start, "HEAD"]) ?? commit ?? null;
+  return await readGitLine(worktree, ["merge-base", start, tip]) ?? commit ?? null;
 }
 
 /** The files that a loop changed outside its scope; none where it has no worktree to look at. */
@@ -2223,8 +2257,11 @@ async function listOutOfScope(
   config: LoopConfig,
 ): Promise<string[]> {
   const scope = config.blast_radius?.file_scope;
-  if (state.worktree_path === null || scope === undefined) return [];
-  const worktree = resolve(project, state.worktree_path);
+  if (scope === undefined) return [];
+  if (state.worktree_path === null && config.blast_radius?.worktree === false) return [];
+  // A first tick that was killed has saved nothing of the worktree that it made.
+  const made = join(loopsDir(project), state.name, "worktree");
+  const worktree = resolve(project, state.worktree_path ?? made);
   if (!(await isCheckout(worktree))) return [];
   const files = await listChangedFiles(project, worktree, state);
   return files.filter((path) => !isInScope(path, scope));
@@ -4179,6 +4216,7 @@ async function runTransition(invocation: Invocation): Promise<Answer> {
     const hasDocument = document !== undefined && isDocumentWritten(join(taskDir, document));
     const refusal = refuseStep(task, target, { hasDocument, reason });
     if (refusal !== null) throw refusal;
+    findPlace(invocation.project, { ...task, phase: target }, taskDir);
     useUpOperation();
     moveTask(task, target, reason);
   });
@@ -4932,6 +4970,13 @@ function checkModels({ invocation, config }: GateSubject): GateTrip | null {
 async function runClaimLoopTask(invocation: Invocation): Promise<Answer> {
   const [name, task] = [readText(invocation, "claim-loop-task"), readText(invocation, "task")];
   return await withLoopLock(invocation, name, async (dir) => {
+    if (readLoopState(dir).status === "halted") {
+      // Its task would be anybody's, which nothing but an approval may bring about.
+      throw new RefusedError(
+        `Cannot give loop "${name}" task ${task}: it is halted`,
+        `status --approve --loop ${name}`,
+      );
+    }
     await claimForLoop(invocation.project, name, task, dir);
     return { json: { ok: true, loop: name, task }, text: `task ${task} belongs to loop ${name}` };
   });
@@ -5245,6 +5290,7 @@ function auditTask(dir: string, isFinished: boolean, stalledDays: number): Findi
   }
   if (isComplete) {
     for (const document of ["SPEC.md", "BUG_REPORT.md"]) {
+      if (!isDocumentWritten(join(dir, document))) continue;
       const open = countOpenItems(join(dir, document));
       if (open > 0) add(5, `is complete with ${countWords(open, "unchecked item")} in ${document}`);
     }
@@ -5841,21 +5887,42 @@ function selectCommand(given: ReadonlyMap<string, string | true>): Command {
   return command;
 }
 
+/** The note of the run that this process belongs to, whatever has become of its environment (Linux). */
+async function findSession(project: string): Promise<LockNote | null> {
+  if (Deno.build.os !== "linux") return null;
+  const notes = listLoopNames(project)
+    .map((name) => readLockNote(join(loopsDir(project), name, ".state.lock")))
+    .filter((note) => typeof note?.run_id === "string");
+  if (notes.length === 0) return null;
+  // Deno itself may not read /proc; what it starts has its limits.
+  const { stdout } = await runCommand(["cat", "/proc/self/limits"]);
+  const limit = /^Max file locks +(\S+)/m.exec(new TextDecoder().decode(stdout))?.[1];
+  return notes.find((note) => markLimit(note!.run_id!) === limit) ?? null;
+}
+
 /** Refuses what a harness's role may not do, and what only a person may. */
-function guardRole(command: Command, { given, project }: Invocation): void {
+async function guardRole(command: Command, { given, project }: Invocation): Promise<void> {
+  if (!command.writes) return;
   const actor = describeActor();
-  if (actor === "person" || !command.writes) return;
-  const role = readEnv("AUTOMATON_ROLE");
+  const [loop, role, task] = ["LOOP", "ROLE", "TASK"].map((name) => readEnv(`AUTOMATON_${name}`));
   const refuse = (why: string) =>
     new RefusedError(
       `Cannot run "--${command.name}" as ${actor}: ${why}`,
       "leave it to a person or to the tick",
     );
+  const session = await findSession(project);
+  if (session !== null) {
+    const noted = [session.loop, session.role ?? undefined, session.task ?? undefined];
+    if (noted.join("\n") !== [loop, role, task].join("\n")) {
+      throw refuse(`a session of loop ${session.loop} asks, whose environment says otherwise`);
+    }
+  }
+  if (actor === "person") return;
   if (command.name === "approve") throw refuse("only a person approves");
   if (role === undefined) return; // The tick itself, not a session in it.
   if (role !== "orchestrate") throw refuse(`the role ${role} may change nothing`);
-  const [task, home] = [readEnv("AUTOMATON_TASK"), readEnv("AUTOMATON_PROJECT")];
-  const isOwnTask = task === undefined || task === given.get("task");
+  const home = readEnv("AUTOMATON_PROJECT");
+  const isOwnTask = task !== undefined && task === given.get("task");
   const isOwnProject = home === undefined || resolve(home) === resolve(project);
   if (command.name === "transition" && isOwnTask && isOwnProject) return;
   throw refuse(`this role may run one --transition --task ${task ?? "NAME"}`);
@@ -5898,7 +5965,7 @@ async function runCommandLine(
   const project = findCommandProject(command, given, framework);
   const invocation = { given, framework, project };
   try {
-    guardRole(command, invocation);
+    await guardRole(command, invocation);
     return await command.run(invocation);
   } catch (error) {
     const isSession = readEnv("AUTOMATON_ROLE") !== undefined;

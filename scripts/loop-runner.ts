@@ -284,9 +284,12 @@ interface Tick extends OpenLoop, WorkFolder {
   readonly verdictNonce: string;
 }
 
-/** Set by INT and TERM; whoever waits is woken. */
+/** The signals that end a tick, and what it exits with. */
+const EXIT_CODES = { SIGHUP: 129, SIGINT: 130, SIGTERM: 143 } as const;
+
+/** Set by a signal; whoever waits is woken. */
 export interface StopSignal {
-  signal: "SIGINT" | "SIGTERM" | null;
+  signal: keyof typeof EXIT_CODES | null;
   readonly wake: Set<() => void>;
 }
 
@@ -875,8 +878,20 @@ function replaceFiles(paths: readonly string[], text: string): void {
   syncDirectory(dirname(paths[0]!));
 }
 
+/** True for a file, a folder or a link, also one that leads nowhere. */
+export function isAnythingAt(path: string): boolean {
+  try {
+    return Deno.lstatSync(path) !== null;
+  } catch (error) {
+    if (error instanceof Deno.errors.NotFound) return false;
+    throw error;
+  }
+}
+
 function writeSynced(path: string, text: string): void {
-  const file = Deno.openSync(path, { write: true, create: true, truncate: true });
+  // What lies there, a link or a pipe say, is neither followed nor waited for.
+  if (isAnythingAt(path) && !isDirectory(path)) Deno.removeSync(path);
+  const file = Deno.openSync(path, { write: true, createNew: true });
   try {
     const bytes = new TextEncoder().encode(text);
     for (let done = 0; done < bytes.length;) done += file.writeSync(bytes.subarray(done));
@@ -2013,6 +2028,12 @@ function readPromptTemplate(tick: Tick, role: RoleName): string {
     const text = isDirectory(path) ? null : readTextIfPresent(path);
     if (text !== null) return text;
   }
+  if (/^\S+\.(md|txt)$/.test(reference)) {
+    warn(
+      tick,
+      `prompt "${reference}" is in neither ${tick.dir} nor ${tick.framework}/prompts: its name is the prompt`,
+    );
+  }
   return reference;
 }
 
@@ -2074,7 +2095,7 @@ function writePrompt(tick: Tick, role: RoleName, values: Readonly<Record<string,
     "{phase_document}": tick.task.document ?? "",
     "{status_command}": quoteForSh(programArgv(tick.framework, "status")),
     ...values,
-  }, budget);
+  }, budget).replaceAll("\0", "\uFFFD"); // No argument can hold a NUL.
   if (prompt.length > budget * CHARS_PER_TOKEN) {
     warn(tick, `the ${role} prompt is longer than its ${budget} tokens`);
   }
@@ -2780,7 +2801,13 @@ function startProgress(
 ): { show(line: string): void; end(): void } {
   const startedAt = performance.now();
   const isTerminal = Deno.stderr.isTerminal();
-  const write = (text: string) => Deno.stderr.writeSync(new TextEncoder().encode(text));
+  const write = (text: string) => {
+    try {
+      Deno.stderr.writeSync(new TextEncoder().encode(text));
+    } catch {
+      // Nobody reads it, or its disk is full: the work goes on.
+    }
+  };
   let shownAt = -Infinity;
   const head = () =>
     `${loop} tick ${number}: ${label} ${formatSeconds(performance.now() - startedAt)}`;
@@ -3065,11 +3092,17 @@ async function prepareWorkFolder(tick: OpenLoop): Promise<WorkFolder> {
     : null;
   const inProject = { cwd: tick.project, isGit: code === 0, base: head };
   if (tick.config.blast_radius?.worktree === false) return inProject;
-  if (code === null) {
+  const isGone = code === null && /not found|no such file/i.test(stderr);
+  const isNone = code !== null && code !== 0 && stderr.includes("not a git repository");
+  const isKnown = tick.state.worktree_path !== null || hasGitAbove(tick.project);
+  if (isKnown && (code === null || isNone)) {
+    throw new SkipError("worktree_failed", `git rev-parse: ${stderr}`);
+  }
+  if (isGone) {
     warn(tick, `git cannot be run (${stderr}): the harness works in the project itself`);
     return inProject;
   }
-  if (code !== 0 && stderr.includes("not a git repository")) {
+  if (isNone) {
     warn(tick, "the project is no git repository: the harness works in the project itself");
     return inProject;
   }
@@ -3085,13 +3118,21 @@ async function prepareWorkFolder(tick: OpenLoop): Promise<WorkFolder> {
   return { cwd: path, isGit: true, base };
 }
 
+/** True where a folder or one above it has been a repository. */
+function hasGitAbove(folder: string): boolean {
+  for (let path = folder;; path = dirname(path)) {
+    if (isAnythingAt(join(path, ".git"))) return true;
+    if (dirname(path) === path) return false;
+  }
+}
+
 /** Makes the worktree where it is missing; returns the commit that its changes are told against. */
 async function openWorktree(tick: OpenLoop, path: string): Promise<string> {
   await excludeWorktrees(tick);
   const isThere = await isUsableWorktree(tick, path);
   const { state } = tick;
   const base = isThere && typeof state.base_commit === "string" ? null : await resolveBase(tick);
-  if (base !== null && !isThere) await addWorktree(tick, path, base);
+  const isNewBranch = base !== null && !isThere && await addWorktree(tick, path, base);
   await removeStaleLocks(tick, path);
   await checkReadable(path);
   await initSubmodules(tick, path);
@@ -3104,6 +3145,8 @@ async function openWorktree(tick: OpenLoop, path: string): Promise<string> {
     );
   }
   if (base !== null) {
+    // What an earlier branch of the loop came from says nothing of this one.
+    if (isNewBranch) [state.base_branch, state.base_commit] = [base.branch, base.commit];
     state.base_branch ??= base.branch;
     state.base_commit ??= await gitOrNull(path, ["merge-base", base.commit, "HEAD"]) ?? base.commit;
   }
@@ -3203,7 +3246,8 @@ async function isUsableWorktree(tick: OpenLoop, path: string): Promise<boolean> 
     Deno.renameSync(path, aside);
     warn(tick, `"${path}" was no worktree of this repository and is now ${aside}`);
   }
-  if (entry !== null) await git(tick.project, ["worktree", "prune"]);
+  // Not "prune", which would forget a person's worktrees on disks that are not there now.
+  if (entry !== null) await git(tick.project, ["worktree", "remove", "--force", entry.path]);
   return false;
 }
 
@@ -3223,35 +3267,32 @@ function isFile(path: string): boolean {
 
 /** True for the top of a checkout with a HEAD and an index of its own, not those of the project. */
 async function isOwnCheckout(tick: OpenLoop, path: string): Promise<boolean> {
-  const top = await gitOrNull(path, ["rev-parse", "--show-toplevel"]);
-  const gitDirs = await Promise.all([
-    gitOrNull(path, ["rev-parse", "--absolute-git-dir"]),
-    gitOrNull(tick.project, ["rev-parse", "--absolute-git-dir"]),
-  ]);
-  const [own, persons] = gitDirs.map((gitDir) => gitDir === null ? null : realPathOrNull(gitDir));
-  return top !== null && realPathOrNull(top) === path && own !== null && own !== persons;
+  const { code, stderr } = await runGit(path, ["rev-parse", "--show-toplevel"]);
+  if (code !== 0 && stderr.includes("not a git repository")) return false;
+  // Any other failure says nothing about the worktree, which may hold work that is nowhere else.
+  const top = await git(path, ["rev-parse", "--show-toplevel"]);
+  const [own, persons] = (await Promise.all(
+    [path, tick.project].map((folder) => git(folder, ["rev-parse", "--absolute-git-dir"])),
+  )).map(realPathOrNull);
+  return realPathOrNull(top) === path && own !== null && own !== persons;
 }
 
-/** True for a file, a folder or a link, also one that leads nowhere. */
-function isAnythingAt(path: string): boolean {
-  try {
-    return Deno.lstatSync(path) !== null;
-  } catch (error) {
-    if (error instanceof Deno.errors.NotFound) return false;
-    throw error;
-  }
-}
-
-async function addWorktree(tick: OpenLoop, path: string, base: { commit: string }): Promise<void> {
+/** @returns True when the branch was made with it. */
+async function addWorktree(
+  tick: OpenLoop,
+  path: string,
+  base: { commit: string },
+): Promise<boolean> {
   const branch = branchName(tick);
   const exists =
     await gitOrNull(tick.project, ["rev-parse", "--verify", "-q", `refs/heads/${branch}`]) !== null;
   const target = exists ? [path, branch] : ["-b", branch, path, base.commit];
   const problem = await runFillingGit(tick, tick.project, ["worktree", "add", ...target]);
-  if (problem === null) return;
+  if (problem === null) return !exists;
   if (!(await isWholeWorktree(tick, path))) throw new SkipError("worktree_failed", problem);
   // All is there: it was a hook for checkouts that failed.
   warn(tick, problem);
+  return !exists;
 }
 
 /** Removes git's locks of a worktree whose git was killed: with them nothing could be committed again. */
@@ -3314,10 +3355,28 @@ async function takeSnapshot(tick: Tick): Promise<Snapshot | null> {
       GIT_ALTERNATE_OBJECT_DIRECTORIES: `"${objects.replace(/["\\]/g, "\\$&")}"`,
     };
     Deno.mkdirSync(env.GIT_OBJECT_DIRECTORY);
-    if (existsSync(index)) Deno.copyFileSync(index, env.GIT_INDEX_FILE);
+    if (existsSync(index)) {
+      // Opening a pipe in its place would never end.
+      if (!Deno.statSync(index).isFile) return null;
+      Deno.copyFileSync(index, env.GIT_INDEX_FILE);
+    }
     return await readSnapshot(tick, env, join(store, "diff"));
   } finally {
     Deno.removeSync(store, { recursive: true });
+  }
+}
+
+/** Takes from an index the marks by which git passes over changes of files that are there. */
+async function showHiddenFiles(cwd: string, env: Record<string, string>): Promise<void> {
+  const { stdout } = await runGit(cwd, ["ls-files", "-v", "-z"], { env });
+  const hidden = new TextDecoder().decode(stdout).split("\0")
+    .filter((entry) => /^[a-zS] /.test(entry) && existsSync(join(cwd, entry.slice(2))))
+    .map((entry) => entry.slice(2));
+  for (let from = 0; from < hidden.length; from += 500) {
+    const marks = ["--no-assume-unchanged", "--no-skip-worktree"];
+    for (const mark of marks) {
+      await runGit(cwd, ["update-index", mark, "--", ...hidden.slice(from, from + 500)], { env });
+    }
   }
 }
 
@@ -3329,10 +3388,12 @@ async function readSnapshot(
   const { cwd, base } = tick;
   const outside = await isAutomatonShown(tick) ? ["--", ".", ":(exclude,top).automaton"] : [];
   const timeoutMs = GIT_CHECKOUT_TIMEOUT_MS;
+  await showHiddenFiles(cwd, env);
   // A file that cannot be read, or a repository without a commit within this one, is left out and told.
   const added = await runGit(cwd, ["add", "-A", "--ignore-errors", ...outside], { env, timeoutMs });
   const written = await runGit(cwd, ["write-tree"], { env });
-  if (written.code !== 0) {
+  // One that was cut short has seen nothing.
+  if (added.code === null || written.code !== 0) {
     warn(tick, `the work folder cannot be compared: ${added.stderr} ${written.stderr}`);
     return null;
   }
@@ -3345,8 +3406,11 @@ async function readSnapshot(
     const flags = ["--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short"];
     const range = [`--output=${diffPath}`, base, tree];
     const { code, stderr } = await runGit(cwd, ["diff", ...flags, ...range], { env, timeoutMs });
-    if (code === 0) diff = readStart(diffPath, MAX_DIFF_BYTES);
-    else warn(tick, `the diff cannot be made: ${stderr}`);
+    if (code !== 0) {
+      warn(tick, `the diff cannot be made: ${stderr}`);
+      return null;
+    }
+    diff = readStart(diffPath, MAX_DIFF_BYTES);
   }
   return { id: `${tree} ${head} ${unread}${inside}`, diff: `${unread}${diff}${inside}` };
 }
@@ -3432,9 +3496,21 @@ async function listAuditWork(tick: OpenLoop): Promise<WorkItem[]> {
 function listBacklogWork(tick: OpenLoop): WorkItem[] {
   const area = tick.config.work_source?.area ?? "loops";
   const inner = join("design", area, "BACKLOG.md");
-  const text = readTextIfPresent(join(workSourceProject(tick), inner)) ??
-    readTextIfPresent(join(tick.framework, inner)) ?? "";
+  const paths = [workSourceProject(tick), tick.framework].map((folder) => join(folder, inner));
+  const text = paths.map(readTextIfPresent).find((each) => each !== null) ?? null;
+  if (text === null) {
+    throw new SkipError("no_work", `there is no backlog: neither ${paths.join(" nor ")}`);
+  }
+  const seen = new Set<string>();
   return listBacklogItems(text).flatMap(({ name, text: title }) => {
+    if (name !== null && seen.has(name)) {
+      warn(
+        tick,
+        `backlog item "${title}" names the task ${name}, as one above it does: it is passed over`,
+      );
+      return [];
+    }
+    if (name !== null) seen.add(name);
     if (name !== null) return [{ task: name, title }];
     warn(tick, `backlog item "${title}" has no words to name a task by: add a **name** to it`);
     return [];
@@ -3496,6 +3572,7 @@ async function openWorkItem(tick: OpenLoop, { task, title }: WorkItem): Promise<
     `--task=${task}`,
   ], true);
   if (claim.code !== 0) throw new SkipError("task_claimed_by_other_loop", claim.problem);
+  tick.state.current_task = task; // As the claim has written it: a counted failure saves this state.
   return view;
 }
 
@@ -3618,15 +3695,12 @@ async function readControls(tick: Tick): Promise<Controls> {
   ];
   if (isGit) {
     const names = ["config", "config.worktree", "info/exclude", "info/attributes"];
-    const inner = await gitOrNull(cwd, [
-      "rev-parse",
-      ...names.flatMap((name) => ["--git-path", name]),
-    ]);
-    paths.push(join(cwd, ".git"), ...(inner ?? "").split("\n").map((path) => resolve(cwd, path)));
-    const hooks = await gitOrNull(cwd, ["rev-parse", "--git-path", "hooks"]);
+    const args = ["hooks", ...names].flatMap((name) => ["--git-path", name]);
+    const [hooks, ...inner] = (await git(cwd, ["rev-parse", ...args])).split("\n")
+      .map((path) => resolve(cwd, path));
+    paths.push(join(cwd, ".git"), ...inner);
     // Hooks that the project keeps among its sources are sources: the file scope speaks of them.
-    const isSource = hooks !== null && resolve(cwd, hooks).startsWith(join(cwd, "/"));
-    if (hooks !== null && !isSource) paths.push(...listFiles(resolve(cwd, hooks)));
+    if (!hooks!.startsWith(join(cwd, "/"))) paths.push(...listFiles(hooks!));
     paths.push(...await listPersonalGitFiles(cwd));
   }
   const controls = new Map(paths.map((path) => [path, readControl(path)]));
@@ -3664,9 +3738,13 @@ async function isTaskTampered(dir: string, before: string | null): Promise<boole
   return true;
 }
 
+/** A person's git notes there which branch follows which: that steers no loop. */
+const BRANCH_SECTIONS = /^\[branch [^\n]*\n(?:[ \t][^\n]*\n)*/gm;
+
 function readControl(path: string): string | null {
   try {
-    return readTextIfPresent(path);
+    const text = readTextIfPresent(path);
+    return basename(path) === "config" ? text?.replace(BRANCH_SECTIONS, "") ?? null : text;
   } catch {
     return "(not a file that can be read)";
   }
@@ -3677,7 +3755,7 @@ function readControl(path: string): string | null {
  * counter that was set back does not count; changed settings stay for a person to see, with what they
  * were in outputs/.
  */
-async function guardControls(tick: Tick, before: Controls, role: RoleName): Promise<void> {
+async function guardControls(tick: Tick, before: Controls, label: string): Promise<void> {
   const now = await readControls(tick);
   const known = new Set([...before.keys(), ...now.keys()]);
   known.delete(join(tick.task.dir, ".state")); // Others may change it, by status: see below.
@@ -3705,19 +3783,20 @@ async function guardControls(tick: Tick, before: Controls, role: RoleName): Prom
   if (isTampered) names.push(taskState);
   throw new HaltError(
     "drift_detected",
-    `${role} changed what steers the loop: ${names.join(", ")}`,
+    `${label} changed what steers the loop: ${names.join(", ")}`,
     null,
   );
 }
 
-/** Halts the loop when a session other than the orchestrator's took a step of the task as one. */
-async function guardTask(tick: Tick, before: string | null, role: RoleName): Promise<void> {
-  if (role === "orchestrate" || readControl(join(tick.task.dir, ".state")) === before) return;
+/** Halts the loop when something else than its orchestrator took a step of the task as a part of a loop. */
+async function guardTask(tick: Tick, before: string | null, label: string): Promise<void> {
+  const task = parseJsonOrNull(before ?? "");
+  if (readControl(join(tick.task.dir, ".state")) === before) return;
+  if (!isRecord(task) || !Array.isArray(task.history)) return;
   const history = (await viewTask(tick, tick.task.name))?.history ?? [];
-  const step = history.slice(tick.task.history.length)
-    .find(({ by }) => by.startsWith("loop:"));
+  const step = history.slice(task.history.length).find(({ by }) => by.startsWith("loop:"));
   if (step === undefined) return;
-  throw new HaltError("drift_detected", `${role} moved the task to ${step.to}`, null);
+  throw new HaltError("drift_detected", `${label} moved the task to ${step.to}`, null);
 }
 
 /** The commit of the branch that the loop's changes are told against; null where there is none. */
@@ -3732,14 +3811,14 @@ async function readBaseCommit({ state, cwd, isGit }: Tick): Promise<string | nul
  * Halts the loop when a session moved its base branch onto work of the loop: from the next tick on neither
  * the verifier nor the drift check would see that work.
  */
-async function guardBase(tick: Tick, before: string | null, role: RoleName): Promise<void> {
+async function guardBase(tick: Tick, before: string | null, label: string): Promise<void> {
   const after = await readBaseCommit(tick);
   if (before === null || after === null || after === before) return;
   const left = await gitOrNull(tick.cwd, ["merge-base", after, "HEAD"]);
   if (left === null) return;
   if ((await runGit(tick.cwd, ["merge-base", "--is-ancestor", left, before])).code === 0) return;
   const message =
-    `${role} moved ${tick.state.base_branch}, the loop's base, onto the loop's own work`;
+    `${label} moved ${tick.state.base_branch}, the loop's base, onto the loop's own work`;
   throw new HaltError("drift_detected", message, null);
 }
 
@@ -3754,6 +3833,37 @@ async function describeCheckout(tick: Tick): Promise<string | null> {
   return `${head} ${branch} ${status}`;
 }
 
+/** Runs what an agent steers, itself or by what it wrote, and halts the loop where that steered the loop. */
+async function runGuarded(
+  tick: Tick,
+  request: HarnessRequest,
+  role: RoleName | null = null,
+): Promise<HarnessOutcome> {
+  const [steering, checkout, base] = await Promise.all([
+    readControls(tick),
+    describeCheckout(tick),
+    readBaseCommit(tick),
+  ]);
+  const taskState = join(tick.task.dir, ".state");
+  const controls = new Map([...steering, [taskState, readControl(taskState)]]);
+  const cost = readControl(costPath(tick));
+  const run = () => runHarness(tick, request);
+  const outcome = role === null ? await run() : await timed(tick.summary, role, run);
+  const isSpendingKept = keepSpending(tick, cost);
+  if (role !== null) noteUsage(tick, role, outcome.usage);
+  await guardControls(tick, controls, request.label);
+  if (role !== "orchestrate") await guardTask(tick, controls.get(taskState) ?? null, request.label);
+  if (!isSpendingKept) {
+    const message = `${request.label} took dollars off "${costPath(tick)}"`;
+    throw new HaltError("drift_detected", message, null);
+  }
+  await guardBase(tick, base, request.label);
+  if (await describeCheckout(tick) !== checkout) {
+    warn(tick, `the project's own checkout changed while ${request.label} was at work`);
+  }
+  return outcome;
+}
+
 /** Starts a role's harness, once its prompt is written, and notes what it cost. */
 async function runRole(
   tick: Tick,
@@ -3766,26 +3876,7 @@ async function runRole(
   const request = buildRequest(tick, role, promptPath);
   const modelProblem = findModelProblem(tick, role);
   if (modelProblem !== null) warn(tick, modelProblem);
-  const [steering, checkout, base] = await Promise.all([
-    readControls(tick),
-    describeCheckout(tick),
-    readBaseCommit(tick),
-  ]);
-  const taskState = join(tick.task.dir, ".state");
-  const controls = new Map([...steering, [taskState, readControl(taskState)]]);
-  const cost = readControl(costPath(tick));
-  const outcome = await timed(tick.summary, role, () => runHarness(tick, request));
-  const isSpendingKept = keepSpending(tick, cost);
-  noteUsage(tick, role, outcome.usage);
-  await guardControls(tick, controls, role);
-  await guardTask(tick, controls.get(taskState) ?? null, role);
-  if (!isSpendingKept) {
-    throw new HaltError("drift_detected", `${role} took dollars off "${costPath(tick)}"`, null);
-  }
-  await guardBase(tick, base, role);
-  if (await describeCheckout(tick) !== checkout) {
-    warn(tick, `the project's own checkout changed while ${role} was at work`);
-  }
+  const outcome = await runGuarded(tick, request, role);
   if (outcome.result === "stopped") {
     await checkStop(tick);
     throw new StoppedError(outcome.message);
@@ -3877,7 +3968,7 @@ async function runChecks(tick: Tick): Promise<CheckResult[]> {
   for (const [index, command] of (tick.config.checks ?? []).entries()) {
     await checkStop(tick);
     const startedAt = performance.now();
-    const outcome = await runHarness(tick, {
+    const outcome = await runGuarded(tick, {
       label: `check${index + 1}`,
       argv: command,
       // A check runs what an agent has written: it may ask status, never write by it.
@@ -3886,7 +3977,10 @@ async function runChecks(tick: Tick): Promise<CheckResult[]> {
       timeoutMs: (tick.config.harness?.timeout_seconds ?? DEFAULT_TIMEOUT_S) * 1000,
       idleTimeoutMs: 0,
     });
-    if (outcome.result === "stopped") throw new StoppedError(outcome.message);
+    if (outcome.result === "stopped") {
+      await checkStop(tick);
+      throw new StoppedError(outcome.message);
+    }
     const output = [outcome.stdoutTail, outcome.stderrTail].map((text) => text.trim()).join("\n")
       .trim();
     results.push({
@@ -3926,7 +4020,8 @@ async function verify(
   const before = await takeSnapshot(tick);
   const material = {
     "{artifact_content}": report,
-    "{diff}": diff,
+    // Taken after the checks, which may have changed what the session left.
+    "{diff}": before?.diff ?? diff,
     "{check_results}": renderChecks(checks),
   };
   const texts = Object.values({ ...commonValues(tick), ...material }).join("\n");
@@ -3938,7 +4033,9 @@ async function verify(
   const answer = outcome.usage?.text ?? outcome.stdoutTail;
   const parsed = parseVerdict(answer, tick.verdictNonce, texts);
   if (parsed.verdict === null) {
-    if (outcome.result !== "ok") throw failureOf(tick, outcome);
+    // A run without a verdict is a failed one: at a limit some agents say so and exit with 0.
+    const failure = failureOf(tick, outcome);
+    if (outcome.result !== "ok" || failure instanceof BackoffError) throw failure;
     throw new HaltError("verifier_failed", parsed.problem, null);
   }
   if (outcome.result !== "ok" && outcome.result !== "exit_nonzero") throw failureOf(tick, outcome);
@@ -3993,12 +4090,16 @@ async function orchestrate(tick: Tick, verdict: Verdict): Promise<void> {
   // Only this session's own step may use up the one that it has.
   openFresh(outputPath(tick, "orchestrate.op")).close();
   Deno.removeSync(outputPath(tick, "orchestrate.op"));
+  const before = await takeSnapshot(tick);
   const outcome = await runRole(tick, "orchestrate", {
     "{verdict}": JSON.stringify(verdict),
     "{artifact_content}": readArtifact(tick, outputPath(tick, "implement.json")) ?? "",
   });
   if (outcome.result !== "ok") warn(tick, `${outcome.result}: ${outcome.message}`);
   await guardStep(tick, verdict);
+  const after = await takeSnapshot(tick);
+  if (before === null || after === null || before.id === after.id) return;
+  throw new HaltError("drift_detected", "orchestrate changed the work after its verdict", null);
 }
 
 /** Looks for drift before the step that completes a task: no gate of a later tick would. */
@@ -4054,6 +4155,11 @@ async function commitWork(tick: Tick, verdict: Verdict): Promise<void> {
   if (!isWanted || tick.state.worktree_path === null || tick.cwd !== tick.state.worktree_path) {
     return;
   }
+  const branch = await gitOrNull(tick.cwd, ["symbolic-ref", "--short", "-q", "HEAD"]);
+  if (branch !== branchName(tick)) {
+    const where = branch ?? "no branch";
+    return warn(tick, `nothing is committed: the worktree is on ${where}, not ${branchName(tick)}`);
+  }
   const status = await runGit(tick.cwd, [
     "status",
     "--porcelain",
@@ -4066,6 +4172,11 @@ async function commitWork(tick: Tick, verdict: Verdict): Promise<void> {
   const changed = new TextDecoder().decode(status.stdout).split("\0")
     .map((entry) => entry.slice(3).replace(/\/$/, ""))
     .filter((path) => path !== "" && isInScope(path, scope));
+  const unnameable = changed.filter((path) => path.includes("\uFFFD"));
+  if (unnameable.length > 0) {
+    warn(tick, `not committed, since their names are no UTF-8: ${unnameable.join(", ")}`);
+    changed.splice(0, Infinity, ...changed.filter((path) => !unnameable.includes(path)));
+  }
   if (changed.length === 0) return;
   const list = outputPath(tick, "commit-paths");
   writeFresh(list, changed.join("\0"));
@@ -4073,11 +4184,13 @@ async function commitWork(tick: Tick, verdict: Verdict): Promise<void> {
   const literal = { GIT_LITERAL_PATHSPECS: "1" };
   const added = await runGit(tick.cwd, ["add", "-A", ...paths], { env: literal });
   if (added.code !== 0) return warn(tick, `nothing is committed: ${added.stderr}`);
+  // git commits a merge as a whole or not at all.
+  const isMerge = await gitOrNull(tick.cwd, ["rev-parse", "-q", "--verify", "MERGE_HEAD"]) !== null;
   const identity = await runGit(tick.cwd, ["var", "GIT_COMMITTER_IDENT"]);
   const fallback = ["-c", "user.name=Automaton", "-c", "user.email=automaton@localhost"];
   const message =
     `loop(${tick.loop}): ${tick.task.name} tick ${tick.number}, score ${verdict.score}`;
-  const outcome = await runHarness(tick, {
+  const outcome = await runGuarded(tick, {
     label: "commit",
     argv: [
       "git",
@@ -4085,8 +4198,7 @@ async function commitWork(tick: Tick, verdict: Verdict): Promise<void> {
       "commit",
       "--quiet",
       "--no-gpg-sign",
-      "--only",
-      ...paths,
+      ...(isMerge ? [] : ["--only", ...paths]),
       "-m",
       message,
     ],
@@ -4248,8 +4360,13 @@ async function runSteps(loop: OpenLoop): Promise<void> {
     await commitWork(tick, verdict);
     await saveTick(tick, verdict);
   } catch (error) {
+    // What fails once the process was told to end, failed by that.
+    if (tick.stop.signal !== null) throw error;
+    const isPlanned = [SkipError, HaltError, StoppedError].some((kind) => error instanceof kind);
     if (error instanceof BackoffError) noteBackoff(tick, error);
-    else if (error instanceof HarnessFailure) await countFailure(tick, error.message);
+    else if (error instanceof HarnessFailure || !isPlanned) {
+      await countFailure(tick, errorMessage(error));
+    }
     throw error;
   }
 }
@@ -4415,7 +4532,8 @@ export async function runTick(options: TickOptions): Promise<Summary> {
       const runId = crypto.randomUUID();
       const where = { framework, project, loop, dir };
       await runLockedTick({ ...where, isDryRun, stop, lock, runId, startedAt, summary }, slot);
-      if (!isDryRun) noteSlot(dir, slot);
+      // A tick that was told to end is due again at the next wake, as after a crash.
+      if (!isDryRun && stop.signal === null) noteSlot(dir, slot);
     } finally {
       lock?.close();
     }
@@ -4566,7 +4684,16 @@ function readInterval(dir: string): number {
 }
 
 /** Sleeps in one go; a signal ends it. */
-function sleepUnlessStopped(milliseconds: number, stop: StopSignal): Promise<void> {
+async function sleepUnlessStopped(milliseconds: number, stop: StopSignal): Promise<void> {
+  // Timers hold 31 bits; a longer one would fire at once.
+  for (let left = milliseconds; left > 0 && stop.signal === null; left -= MAX_TIMER_MS) {
+    await sleepOnce(Math.min(left, MAX_TIMER_MS), stop);
+  }
+}
+
+const MAX_TIMER_MS = 2 ** 31 - 1;
+
+function sleepOnce(milliseconds: number, stop: StopSignal): Promise<void> {
   return new Promise((wake) => {
     const end = () => {
       clearTimeout(timer);
@@ -4587,9 +4714,16 @@ function takeDueCheck(): { due?: DueCheck } {
   return { due: { intervalMs: intervalS! * 1000, periodMs: periodS! * 1000 } };
 }
 
+/** True where nohup has this process ignore SIGHUP: what it starts does so too, and lives through one. */
+function isHangupIgnored(): boolean {
+  const args = ["-c", "kill -s HUP $$"];
+  return new Deno.Command("sh", { args, stdin: "null" }).outputSync().signal === null;
+}
+
 function listenForSignals(stop: StopSignal): void {
-  for (const signal of ["SIGINT", "SIGTERM"] as const) {
-    if (signal === "SIGTERM" && Deno.build.os === "windows") continue;
+  for (const signal of ["SIGINT", "SIGTERM", "SIGHUP"] as const) {
+    if (signal !== "SIGINT" && Deno.build.os === "windows") continue;
+    if (signal === "SIGHUP" && isHangupIgnored()) continue;
     Deno.addSignalListener(signal, () => {
       stop.signal ??= signal;
       for (const wake of [...stop.wake]) wake();
@@ -4687,7 +4821,7 @@ export async function runLoopRunner(args: readonly string[]): Promise<number> {
     if (given.has("json")) console.log(JSON.stringify({ schema_version: 1, ...summary }));
     // A line at each wake that is no tick would fill the schedule's log.
     else if (summary.reason !== "not_due") console.log(renderSummary(summary));
-    return stop.signal === null ? 0 : stop.signal === "SIGINT" ? 130 : 143;
+    return stop.signal === null ? 0 : EXIT_CODES[stop.signal];
   } catch (error) {
     return reportFailure(error, "loop-runner", args);
   }

@@ -700,8 +700,20 @@ function replaceFiles(paths: readonly string[], text: string): void {
   syncDirectory(dirname(paths[0]!));
 }
 
+/** True for a file, a folder or a link, also one that leads nowhere. */
+export function isAnythingAt(path: string): boolean {
+  try {
+    return Deno.lstatSync(path) !== null;
+  } catch (error) {
+    if (error instanceof Deno.errors.NotFound) return false;
+    throw error;
+  }
+}
+
 function writeSynced(path: string, text: string): void {
-  const file = Deno.openSync(path, { write: true, create: true, truncate: true });
+  // What lies there, a link or a pipe say, is neither followed nor waited for.
+  if (isAnythingAt(path) && !isDirectory(path)) Deno.removeSync(path);
+  const file = Deno.openSync(path, { write: true, createNew: true });
   try {
     const bytes = new TextEncoder().encode(text);
     for (let done = 0; done < bytes.length;) done += file.writeSync(bytes.subarray(done));

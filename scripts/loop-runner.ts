@@ -1464,16 +1464,26 @@ export interface CommandOutcome {
   readonly stderr: string;
 }
 
+/** How a command is run; what is absent is inherited. */
+export interface CommandOptions {
+  readonly cwd?: string;
+  readonly env?: Record<string, string>;
+  readonly timeoutMs?: number;
+  /** Ended by Ctrl-C with its caller, and killed alone; else all that it starts is killed with it. */
+  readonly isTerminalOurs?: boolean;
+}
+
 /**
- * Runs a command without a shell, in a process group of its own, and with a deadline.
+ * Runs a command without a shell and with a deadline.
  *
  * @returns code null with the reason in stderr when it could not start or was killed at the deadline.
  */
 export async function runCommand(
   argv: readonly string[],
-  options: { cwd?: string; env?: Record<string, string>; timeoutMs?: number } = {},
+  options: CommandOptions = {},
 ): Promise<CommandOutcome> {
-  const { timeoutMs = 60_000, ...spawnOptions } = options;
+  const { timeoutMs = 60_000, isTerminalOurs = false, ...spawnOptions } = options;
+  const detached = Deno.build.os !== "windows" && !isTerminalOurs;
   let child: Deno.ChildProcess;
   try {
     child = new Deno.Command(argv[0]!, {
@@ -1482,7 +1492,7 @@ export async function runCommand(
       stdin: "null",
       stdout: "piped",
       stderr: "piped",
-      detached: Deno.build.os !== "windows",
+      detached,
     }).spawn();
   } catch (error) {
     return { code: null, stdout: new Uint8Array(), stderr: (error as Error).message };
@@ -1497,7 +1507,8 @@ export async function runCommand(
     const { code, stdout, stderr } = output;
     return { code, stdout, stderr: new TextDecoder().decode(stderr).trim() };
   }
-  killGroup(child.pid);
+  if (detached) killGroup(child.pid);
+  else child.kill("SIGKILL");
   const stderr = `no answer from ${argv[0]} within ${timeoutMs / 1000} s`;
   return { code: null, stdout: new Uint8Array(), stderr };
 }
@@ -1532,10 +1543,10 @@ const GIT_ENV = {
 export function runGit(
   cwd: string,
   args: readonly string[],
-  options: { env?: Record<string, string>; timeoutMs?: number } = {},
+  options: CommandOptions = {},
 ): Promise<CommandOutcome> {
   const env = { ...GIT_ENV, ...options.env };
-  return runCommand(["git", ...GIT_FLAGS, ...args], { cwd, ...options, env });
+  return runCommand(["git", ...GIT_FLAGS, ...args], { cwd, isTerminalOurs: true, ...options, env });
 }
 
 /** The full name of a branch, or of what else a loop starts from: a tag of that name would go before it. */
@@ -3349,6 +3360,8 @@ async function takeSnapshot(tick: Tick): Promise<Snapshot | null> {
     const [objects, index] = (paths ?? "").split("\n").map((path) => resolve(tick.cwd, path));
     if (objects === undefined || index === undefined) return null;
     const env = {
+      // A filter that hangs is ended with the run.
+      AUTOMATON_RUN_ID: tick.runId,
       GIT_INDEX_FILE: join(store, "index"),
       GIT_OBJECT_DIRECTORY: join(store, "objects"),
       // Quoted, since a colon separates paths in it.
@@ -4250,16 +4263,22 @@ async function saveTick(tick: Tick, verdict: Verdict): Promise<void> {
   const phase = after?.phase ?? tick.task.phase;
   const isDone = phase === "complete" || phase === "human_intervention";
   const kind = config.work_source?.kind ?? "single";
-  state.score_history = [...state.score_history, verdict.score].slice(-window);
-  state.pass_history = [...state.pass_history ?? [], verdict.pass === true].slice(-window);
-  state.last_verdict = verdict;
-  state.iteration_count += 1;
-  state.last_tick_at = new Date().toISOString();
-  state.current_task = isDone ? null : tick.task.name;
-  state.consecutive_failures = 0;
-  state.not_before = null;
-  if (phase === "complete" && !["audit", "backlog"].includes(kind)) state.status = "complete";
-  saveState(join(tick.dir, ".state.loop"), state);
+  const isComplete = phase === "complete" && !["audit", "backlog"].includes(kind);
+  // A state of its own: where it cannot be saved, the old one counts the failure.
+  const saved: LoopState = {
+    ...state,
+    score_history: [...state.score_history, verdict.score].slice(-window),
+    pass_history: [...state.pass_history ?? [], verdict.pass === true].slice(-window),
+    last_verdict: verdict,
+    iteration_count: state.iteration_count + 1,
+    last_tick_at: new Date().toISOString(),
+    current_task: isDone ? null : tick.task.name,
+    consecutive_failures: 0,
+    not_before: null,
+    status: isComplete ? "complete" : state.status,
+  };
+  saveState(join(tick.dir, ".state.loop"), saved);
+  Object.assign(state, saved);
   Object.assign(tick.summary, {
     next_phase: phase,
     iteration_count: state.iteration_count,
@@ -4279,8 +4298,16 @@ async function saveTick(tick: Tick, verdict: Verdict): Promise<void> {
   if (state.status === "complete") {
     logSafely(tick, "INFO", "COMPLETE", { iteration_count: state.iteration_count });
   }
-  if (state.status === "complete") await runCompletionHook(tick);
-  removeOldOutputs(tick);
+}
+
+/** What follows a tick's save; whatever becomes of it, the tick is done. */
+async function finishTick(tick: Tick): Promise<void> {
+  try {
+    if (tick.state.status === "complete") await runCompletionHook(tick);
+    removeOldOutputs(tick);
+  } catch (error) {
+    warn(tick, errorMessage(error));
+  }
 }
 
 /** Removes the outputs of all but the last ticks. */
@@ -4369,6 +4396,7 @@ async function runSteps(loop: OpenLoop): Promise<void> {
     }
     throw error;
   }
+  await finishTick(tick);
 }
 
 /** Notes a rate limit in a save of its own. */

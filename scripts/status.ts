@@ -1286,16 +1286,26 @@ export interface CommandOutcome {
   readonly stderr: string;
 }
 
+/** How a command is run; what is absent is inherited. */
+export interface CommandOptions {
+  readonly cwd?: string;
+  readonly env?: Record<string, string>;
+  readonly timeoutMs?: number;
+  /** Ended by Ctrl-C with its caller, and killed alone; else all that it starts is killed with it. */
+  readonly isTerminalOurs?: boolean;
+}
+
 /**
- * Runs a command without a shell, in a process group of its own, and with a deadline.
+ * Runs a command without a shell and with a deadline.
  *
  * @returns code null with the reason in stderr when it could not start or was killed at the deadline.
  */
 export async function runCommand(
   argv: readonly string[],
-  options: { cwd?: string; env?: Record<string, string>; timeoutMs?: number } = {},
+  options: CommandOptions = {},
 ): Promise<CommandOutcome> {
-  const { timeoutMs = 60_000, ...spawnOptions } = options;
+  const { timeoutMs = 60_000, isTerminalOurs = false, ...spawnOptions } = options;
+  const detached = Deno.build.os !== "windows" && !isTerminalOurs;
   let child: Deno.ChildProcess;
   try {
     child = new Deno.Command(argv[0]!, {
@@ -1304,7 +1314,7 @@ export async function runCommand(
       stdin: "null",
       stdout: "piped",
       stderr: "piped",
-      detached: Deno.build.os !== "windows",
+      detached,
     }).spawn();
   } catch (error) {
     return { code: null, stdout: new Uint8Array(), stderr: (error as Error).message };
@@ -1319,7 +1329,8 @@ export async function runCommand(
     const { code, stdout, stderr } = output;
     return { code, stdout, stderr: new TextDecoder().decode(stderr).trim() };
   }
-  killGroup(child.pid);
+  if (detached) killGroup(child.pid);
+  else child.kill("SIGKILL");
   const stderr = `no answer from ${argv[0]} within ${timeoutMs / 1000} s`;
   return { code: null, stdout: new Uint8Array(), stderr };
 }
@@ -1354,10 +1365,10 @@ const GIT_ENV = {
 export function runGit(
   cwd: string,
   args: readonly string[],
-  options: { env?: Record<string, string>; timeoutMs?: number } = {},
+  options: CommandOptions = {},
 ): Promise<CommandOutcome> {
   const env = { ...GIT_ENV, ...options.env };
-  return runCommand(["git", ...GIT_FLAGS, ...args], { cwd, ...options, env });
+  return runCommand(["git", ...GIT_FLAGS, ...args], { cwd, isTerminalOurs: true, ...options, env });
 }
 
 /** The full name of a branch, or of what else a loop starts from: a tag of that name would go before it. */

@@ -21,7 +21,6 @@ import {
   readJournal,
   readPhase,
   readState,
-  readStateText,
   startTick,
   tick,
   worktreeOf,
@@ -96,11 +95,11 @@ Deno.test("a torn note in the lock file stops nothing", async () => {
   assertEquals((await tick(scratch)).json.reason, null);
 });
 
-Deno.test("a save that fails changes nothing, and the tick says so", async () => {
+Deno.test("a save that fails changes nothing but the count of failures, and the tick says so", async () => {
   using scratch = makeLoopScratch();
   const dir = loopDir(scratch, LOOP);
   await tick(scratch);
-  const before = readStateText(scratch);
+  const before = readState(scratch);
   // Folders stand where the runner, whatever its number, would write its temporary file.
   writeScript(
     join(scratch.bin, "git"),
@@ -116,7 +115,7 @@ PATH=/usr/bin:/bin exec git "$@"
   const { code, json } = await tick(scratch);
   assertEquals([code, json.reason, json.ok], [0, "gate_failed", false]);
   assertStringIncludes(json.message ?? "", "..state.loop.tmp-");
-  assertEquals(readStateText(scratch), before);
+  assertEquals(readState(scratch), { ...before, consecutive_failures: 1 });
 });
 
 Deno.test("INT to a whole terminal, whose other programs it ends too, is no failure of theirs", async () => {

@@ -777,7 +777,10 @@ Deno.test("a last verdict of the wrong shape does not stop a loop", async () => 
 Deno.test("a tick tells on stderr how long each role took", async () => {
   using scratch = makeLoopScratch();
   const { stderr } = await finish(startTick(scratch));
-  assertMatch(stderr, /^night tick 1: implement \d+ s\nnight tick 1: verify \d+ s\n/);
+  assertMatch(
+    stderr,
+    /^night tick 1: worktree \d+ s\nnight tick 1: implement \d+ s\nnight tick 1: verify \d+ s\n/,
+  );
 });
 
 Deno.test("--json is one line of JSON, the last of stdout, also when the project is not there", async () => {

@@ -2096,6 +2096,14 @@ function commonValues(tick: Tick): Record<string, string> {
   };
 }
 
+/** Replaces tokens in the value of a variable; where that is JSON, by what stands for them within its strings. */
+function substituteEnv(text: string, values: Readonly<Record<string, string>>): string {
+  if (parseJsonOrNull(text) === null) return substituteTokens(text, values);
+  const escaped = Object.entries(values)
+    .map(([token, value]) => [token, JSON.stringify(value).slice(1, -1)]);
+  return substituteTokens(text, Object.fromEntries(escaped));
+}
+
 /** Resolves a role's prompt and writes it where the harness finds it. */
 function writePrompt(tick: Tick, role: RoleName, values: Readonly<Record<string, string>>): string {
   const config = tick.config.roles?.[role];
@@ -3009,7 +3017,7 @@ function buildRequest(tick: Tick, role: RoleName, promptPath: string): HarnessRe
       tick,
       role,
       Object.fromEntries(
-        Object.entries(env).map(([name, value]) => [name, substituteTokens(value, values)]),
+        Object.entries(env).map(([name, text]) => [name, substituteEnv(text, values)]),
       ),
     ),
     stdin: stdin === "prompt" ? prompt : null,
@@ -3617,12 +3625,25 @@ async function passGate(tick: Wake): Promise<void> {
   if (json.error !== undefined) throw new SkipError("gate_failed", `${json.error}`);
   const word = reason.split(":", 1)[0]!;
   const known = SKIP_REASONS.find((each) => each === word) ?? "gate_failed";
-  throw new SkipError(
-    known,
-    reason === "halted:drift_detected"
-      ? `${reason}: ${describeValue(json.out_of_scope_files)}`
-      : reason,
-  );
+  throw new SkipError(known, describeClosedGate(tick.loop, reason, json.out_of_scope_files));
+}
+
+/** Why the gate is closed, and what a person does about it. */
+function describeClosedGate(loop: string, reason: string, files: unknown): string {
+  const [word, cause] = reason.split(":");
+  const detail = Array.isArray(files) && files.length > 0
+    ? `, changed outside the file scope: ${listFirst(files)}`
+    : "";
+  if (word === "halted") {
+    return `the loop is halted (${cause}${detail}): status --loop-log ${loop}, then status --approve --loop ${loop}`;
+  }
+  return word === "paused" ? `the loop is paused: status --resume-loop ${loop}` : reason;
+}
+
+/** The first of some names, quoted. */
+function listFirst(names: readonly unknown[]): string {
+  const shown = names.slice(0, 5).map((name) => JSON.stringify(name)).join(", ");
+  return names.length > 5 ? `${shown} and ${names.length - 5} more` : shown;
 }
 
 /** Between two roles: a signal or a pause ends the tick here, with nothing saved. */
@@ -3801,15 +3822,41 @@ async function guardControls(tick: Tick, before: Controls, label: string): Promi
   );
 }
 
-/** Halts the loop when something else than its orchestrator took a step of the task as a part of a loop. */
+/**
+ * Halts the loop when the history of its task was rewritten, or grew by a step of a loop while no
+ * orchestrator was at work.
+ */
 async function guardTask(tick: Tick, before: string | null, label: string): Promise<void> {
   const task = parseJsonOrNull(before ?? "");
   if (readControl(join(tick.task.dir, ".state")) === before) return;
   if (!isRecord(task) || !Array.isArray(task.history)) return;
-  const history = (await viewTask(tick, tick.task.name))?.history ?? [];
-  const step = history.slice(task.history.length).find(({ by }) => by.startsWith("loop:"));
-  if (step === undefined) return;
+  const view = await viewTask(tick, tick.task.name);
+  if (view === null) return; // Unreadable: whatever needs the task says so.
+  const kept = view.history.slice(0, task.history.length);
+  const isRewritten = JSON.stringify(kept) !== JSON.stringify(task.history) ||
+    view.history.at(-1)?.to !== view.phase;
+  if (isRewritten) {
+    throw new HaltError("drift_detected", `${label} rewrote the history of the task`, null);
+  }
+  const step = view.history.slice(task.history.length).find(({ by }) => by.startsWith("loop:"));
+  if (step === undefined || label === "orchestrate") return;
   throw new HaltError("drift_detected", `${label} moved the task to ${step.to}`, null);
+}
+
+/** A file's identity and size; null where there is none. */
+function readMark(path: string): { ino: number | null; size: number } | null {
+  try {
+    const { ino, size } = Deno.statSync(path);
+    return { ino, size };
+  } catch {
+    return null;
+  }
+}
+
+/** True while a log holds all that it held: longer by now, or moved aside whole. */
+function isLogKept(path: string, before: ReturnType<typeof readMark>): boolean {
+  return before === null || [path, `${path}.1`].map(readMark)
+    .some((mark) => mark !== null && mark.ino === before.ino && mark.size >= before.size);
 }
 
 /** The commit of the branch that the loop's changes are told against; null where there is none. */
@@ -3860,12 +3907,17 @@ async function runGuarded(
   const taskState = join(tick.task.dir, ".state");
   const controls = new Map([...steering, [taskState, readControl(taskState)]]);
   const cost = readControl(costPath(tick));
+  const logPath = join(tick.dir, ".state.log");
+  const log = readMark(logPath);
   const run = () => runHarness(tick, request);
   const outcome = role === null ? await run() : await timed(tick.summary, role, run);
   const isSpendingKept = keepSpending(tick, cost);
   if (role !== null) noteUsage(tick, role, outcome.usage);
   await guardControls(tick, controls, request.label);
-  if (role !== "orchestrate") await guardTask(tick, controls.get(taskState) ?? null, request.label);
+  await guardTask(tick, controls.get(taskState) ?? null, request.label);
+  if (!isLogKept(logPath, log)) {
+    throw new HaltError("drift_detected", `${request.label} shortened "${logPath}"`, null);
+  }
   if (!isSpendingKept) {
     const message = `${request.label} took dollars off "${costPath(tick)}"`;
     throw new HaltError("drift_detected", message, null);
@@ -4124,8 +4176,8 @@ async function guardLastStep(tick: Tick): Promise<void> {
   if (json?.ok === true) return;
   const files = json?.out_of_scope_files;
   if (!Array.isArray(files)) throw new SkipError("gate_failed", problem);
-  const listed = files.slice(0, 5).map((path) => JSON.stringify(path)).join(", ");
-  throw new HaltError("drift_detected", `changed outside the file scope: ${listed}`, null);
+  const message = `changed outside the file scope: ${listFirst(files)}`;
+  throw new HaltError("drift_detected", message, null);
 }
 
 /** Halts the loop when a session took more than its one step, or went on against the verdict. */

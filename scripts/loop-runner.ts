@@ -2669,6 +2669,8 @@ async function runHarness(tick: Workplace, request: HarnessRequest): Promise<Har
     return fail({ result: "cannot_start", message });
   }
   let child: Deno.ChildProcess;
+  // Before it starts: status asks the note who calls.
+  noteHarness(tick, null, request.env);
   await setInheritedLimit(markLimit(tick.runId));
   try {
     child = new Deno.Command(argv[0]!, {
@@ -4801,10 +4803,13 @@ function isHangupIgnored(): boolean {
 }
 
 function listenForSignals(stop: StopSignal): void {
+  const isWindows = Deno.build.os === "windows";
+  const isHangupHeard = isWindows || !isHangupIgnored();
   for (const signal of ["SIGINT", "SIGTERM", "SIGHUP"] as const) {
-    if (signal !== "SIGINT" && Deno.build.os === "windows") continue;
-    if (signal === "SIGHUP" && isHangupIgnored()) continue;
+    if (isWindows && signal !== "SIGINT") continue;
     Deno.addSignalListener(signal, () => {
+      // With its first listener Deno itself would end at HUP: so this one is there to do nothing.
+      if (signal === "SIGHUP" && !isHangupHeard) return;
       stop.signal ??= signal;
       for (const wake of [...stop.wake]) wake();
     });

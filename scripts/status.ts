@@ -5935,8 +5935,9 @@ async function guardRole(command: Command, { given, project }: Invocation): Prom
     );
   const session = await findSession(project);
   if (session !== null) {
-    const noted = [session.loop, session.role ?? undefined, session.task ?? undefined];
-    if (noted.join("\n") !== [loop, role, task].join("\n")) {
+    const noted = [session.loop, session.role, session.task ?? undefined];
+    // No role: the tick has ended its session, or is not this process's at all.
+    if (session.role === null || noted.join("\n") !== [loop, role, task].join("\n")) {
       throw refuse(`a session of loop ${session.loop} asks, whose environment says otherwise`);
     }
   }

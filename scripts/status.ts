@@ -116,6 +116,8 @@ export interface Invocation {
   readonly project: string;
 }
 
+type ProjectPlace = Pick<Invocation, "framework" | "project">;
+
 /** What a command answers: one object for `--json`, else text; a hint where the answer is no. */
 export interface Answer {
   readonly json: Readonly<Record<string, unknown>>;
@@ -1574,13 +1576,14 @@ export function parseTaskState(text: string, where: string): TaskState {
 /** What contradicts itself in a task's history; null when it is possible. */
 function findImpossibleHistory(task: TaskState): string | null {
   let at: string | null = null;
+  let reached: string | null = null; // A wait for a person leads on from the phase before it.
   for (const { from, to } of task.history) {
     if (from !== at) return `a step leaves ${from} where the task was in ${at}`;
     if (!isKnownPhase(to)) return `a step leads to the unknown phase "${to}"`;
-    const isInPipeline = from !== null && phaseIndex(from) >= 0;
-    if (isInPipeline && phaseIndex(to) > phaseIndex(from) + 1) {
-      return `a step leaps from ${from} to ${to}`;
+    if (reached !== null && phaseIndex(to) > phaseIndex(reached) + 1) {
+      return `a step leaps from ${reached} to ${to}`;
     }
+    if (to !== WAITING_PHASE) reached = to;
     at = to;
   }
   if (task.history.length > 0 && at !== task.phase) {
@@ -1942,24 +1945,19 @@ async function withLoopLock<T>(
   invocation: Invocation,
   name: string,
   change: (dir: string) => T | Promise<T>,
+  findDir = findLoopDir,
 ): Promise<T> {
-  const dir = findLoopDir(invocation.project, name);
+  const dir = findDir(invocation.project, name);
   if (readEnv("AUTOMATON_NO_LOOP_LOCK") === "1") return await change(dir);
-  const timeoutS = readWholeNumber(invocation.given, "lock-timeout", { min: 0, max: 86_400 });
   const path = join(dir, ".state.lock");
   let lock: Deno.FsFile | null;
   try {
-    lock = await acquireLock(path, (timeoutS ?? DEFAULT_LOCK_TIMEOUT_S) * 1000);
+    lock = await acquireLock(path, readLockTimeoutMs(invocation.given));
   } catch (error) {
-    findLoopDir(invocation.project, name); // Says so where the loop was removed in the meantime.
+    findDir(invocation.project, name); // Says so where the loop was removed in the meantime.
     throw error;
   }
-  if (lock === null) {
-    throw new RefusedError(
-      `Cannot lock loop "${name}": ${await describeHolder(path)}`,
-      `wait for its end, or end a tick with status --pause-loop ${name} --now`,
-    );
-  }
+  if (lock === null) throw await makeLockRefusal(name, path);
   try {
     return await change(dir);
   } finally {
@@ -1967,46 +1965,74 @@ async function withLoopLock<T>(
   }
 }
 
-/** Who holds a lock; the note in it may be that of an earlier tick. */
-async function describeHolder(lockPath: string): Promise<string> {
+/** How long a command waits for a loop's lock. */
+function readLockTimeoutMs(given: ReadonlyMap<string, string | true>): number {
+  const timeoutS = readWholeNumber(given, "lock-timeout", { min: 0, max: 86_400 });
+  return (timeoutS ?? DEFAULT_LOCK_TIMEOUT_S) * 1000;
+}
+
+async function makeLockRefusal(name: string, lockPath: string): Promise<RefusedError> {
+  const tick = await findTick(lockPath);
+  if (tick === null) {
+    return new RefusedError(
+      `Cannot lock loop "${name}": another command holds it`,
+      "try again; it lasts only where a process hangs",
+    );
+  }
+  const { pid, host, started_at } = tick;
+  return new RefusedError(
+    `Cannot lock loop "${name}": a tick (process ${pid} on ${host}) holds it since ${started_at}`,
+    `wait for its end, or end it with status --pause-loop ${name} --now`,
+  );
+}
+
+/** The tick that holds a lock; null for another command, in whose lock an earlier tick left its note. */
+async function findTick(lockPath: string): Promise<LockNote | null> {
   const note = readLockNote(lockPath);
-  const isHere = note?.host === Deno.hostname();
-  const probe = ["sh", "-c", 'kill -0 "$1" 2>/dev/null', "sh", `${note?.pid}`];
-  const isOver = note === null || (isHere && (await runCommand(probe)).code !== 0);
-  if (isOver) return "another command holds it";
-  return `a tick (process ${note.pid} on ${note.host}) holds it since ${note.started_at}`;
+  if (note === null || note.host !== Deno.hostname()) return note;
+  const probe = ["sh", "-c", 'kill -0 "$1" 2>/dev/null', "sh", `${note.pid}`];
+  return (await runCommand(probe)).code === 0 ? note : null;
 }
 
 /** Reads a loop's state to change it; one that is lost halts the loop for a person to look at. */
-function loadLoopState(dir: string): LoopState {
+async function loadLoopState(place: ProjectPlace, dir: string): Promise<LoopState> {
   try {
     const { state, problem } = loadState(join(dir, ".state.loop"), parseLoopState);
     if (problem !== null) logEvent(dir, "ERROR", "STATE_RESTORED", { message: problem });
     return state;
   } catch (error) {
     if (!(error instanceof StateLostError)) throw error;
+    const state = rebuildLoopState(dir);
     keepDamaged(join(dir, ".state.loop"));
     const copy = join(dir, ".state.loop.bak");
     if (isDirectory(copy)) keepDamaged(copy); // No save could take its place.
-    const state = rebuildLoopState(dir);
-    saveLoopState(dir, state);
-    logEvent(dir, "ERROR", "HALTED", { halt_reason: state.halt_reason, detail: error.message });
     console.error(`warning: ${error.message}; the loop is halted for a person to look at`);
+    const trip: GateTrip = { haltReason: "human_intervention", detail: error.message };
+    await haltLoop(place, dir, { state, trip });
     return state;
   }
 }
 
-/** A halted state in the place of a lost one; counters go on from the log, never from zero. */
+/** A state in the place of a lost one; counters go on from the log, never from zero. */
 function rebuildLoopState(dir: string): LoopState {
   const state = makeLoopState(basename(dir));
   for (const path of listLogs(dir)) {
-    const text = readTextIfPresent(path) ?? "";
+    const text = readLogOrNothing(path);
     for (const [, key, digits] of text.matchAll(/"(iteration_count|resumed_count)":(\d{1,9})/g)) {
       const field = key as "iteration_count" | "resumed_count";
       state[field] = Math.max(state[field], Number(digits));
     }
   }
-  return { ...state, status: "halted", halt_reason: "human_intervention" };
+  return state;
+}
+
+function readLogOrNothing(path: string): string {
+  try {
+    return readTextIfPresent(path) ?? "";
+  } catch (error) {
+    console.error(`warning: ${(error as Error).message}; no counter is taken from it`);
+    return ""; // A halt must not wait for a log.
+  }
 }
 
 /** A loop's log files, the newest first. */
@@ -2034,7 +2060,7 @@ function makeLoopState(name: string): LoopState {
 
 /** Halts a loop: state and log line; a halt that was there already keeps its reason. */
 async function haltLoop(
-  invocation: Invocation,
+  place: ProjectPlace,
   dir: string,
   { state, trip }: { state: LoopState; trip: GateTrip },
 ): Promise<void> {
@@ -2051,12 +2077,12 @@ async function haltLoop(
   };
   logEvent(dir, "WARNING", "HALTED", fields);
   await switchSchedule(dir, "pause");
-  await runHaltHook(invocation, dir, trip);
+  await runHaltHook(place, dir, trip);
 }
 
 /** Tells the loop's own command of a halt; whatever becomes of it, the halt stands. */
 async function runHaltHook(
-  { project, framework }: Invocation,
+  { project, framework }: ProjectPlace,
   dir: string,
   { haltReason, detail }: GateTrip,
 ): Promise<void> {
@@ -2118,6 +2144,12 @@ function honourPauseRequest(dir: string, state: LoopState): void {
   saveLoopState(dir, state);
   removeIfPresent(pauseRequestPath(dir));
   logEvent(dir, "INFO", "PAUSED", { iteration_count: state.iteration_count });
+}
+
+/** A state as it will be: what is asked to pause counts as paused. */
+function countPauseRequest(dir: string, state: LoopState): LoopState {
+  const isAsked = state.status === "running" && existsSync(pauseRequestPath(dir));
+  return isAsked ? { ...state, status: "paused" } : state;
 }
 
 /** When a loop last woke, worked or not: the time of the note in its lock file, else of its last tick. */
@@ -3653,7 +3685,7 @@ function listAgents(config: LoopConfig): string[] {
 
 /** Each agent of a loop with its executable on a PATH, or null where it has none there. */
 function resolveAgents(
-  { framework, project }: Pick<Invocation, "framework" | "project">,
+  { framework, project }: ProjectPlace,
   { dir, config, path }: { dir: string; config: LoopConfig; path: string },
 ): Map<string, string | null> {
   const tokens = { framework, cwd: project, loop_dir: dir };
@@ -3835,7 +3867,7 @@ async function runInstallSchedule(invocation: Invocation): Promise<Answer> {
   if (isDryRun) return printUnits(job, scheduler, host);
   return await withLoopLock(invocation, loop, () => {
     const agents = resolveAgents(invocation, { dir, config, path: job.path });
-    return installSchedule({ job, scheduler, host, dir, agents });
+    return installSchedule(invocation, { job, scheduler, host, dir, agents });
   });
 }
 
@@ -3910,6 +3942,7 @@ function answerDryRun(
 
 /** Writes the script, has the scheduler start it, and proves that it will. */
 async function installSchedule(
+  invocation: Invocation,
   { job, scheduler, host, dir, agents }: {
     job: ScheduleJob;
     scheduler: Scheduler;
@@ -3918,7 +3951,7 @@ async function installSchedule(
     agents: ReadonlyMap<string, string | null>;
   },
 ): Promise<Answer> {
-  const state = loadLoopState(dir);
+  const state = await loadLoopState(invocation, dir);
   let record = makeRecord(job, { scheduler, host, agents });
   const found = readSchedule(dir);
   const before = found !== null && isSameUnit(found, record) ? found : null;
@@ -4355,11 +4388,15 @@ async function runRelease(invocation: Invocation): Promise<Answer> {
   const name = readText(invocation, "task");
   await updateTask(invocation.project, name, (task) => {
     const loop = findOwner(invocation.project, task);
-    const isAtWork = loop !== null && isLoopAtWork(viewLoop(invocation.project, loop), name);
+    const view = loop === null ? null : viewLoop(invocation.project, loop);
+    const isAtWork = view !== null && isLoopAtWork(view, name);
     if (isAtWork && task.claimed_by === null) {
+      const isHalted = view.state?.status === "halted";
       throw new RefusedError(
-        `Cannot release task "${name}": loop ${loop} has it`,
-        `let the loop end its work, or status --remove-loop ${loop}`,
+        `Cannot release task "${name}": loop ${loop} has it${isHalted ? " and is halted" : ""}`,
+        isHalted
+          ? `status --approve --loop ${loop}`
+          : `let the loop end its work, or status --remove-loop ${loop}`,
       );
     }
     task.claimed_by = null;
@@ -4614,7 +4651,7 @@ async function runHaltLoop(invocation: Invocation): Promise<Answer> {
   const haltReason = checkWord("reason", readText(invocation, "reason"), HALT_REASONS);
   const detail = optionalLine(invocation, "detail") ?? `halted by ${describeActor()}`;
   return await withLoopLock(invocation, name, async (dir) => {
-    const state = loadLoopState(dir);
+    const state = await loadLoopState(invocation, dir);
     if (state.status === "complete") {
       throw new RefusedError(
         `Cannot halt loop "${name}": it is complete, so it does not tick`,
@@ -4655,7 +4692,13 @@ async function runRemoveLoop(invocation: Invocation): Promise<Answer> {
     if (isPurged) Deno.removeSync(dir, { recursive: true });
     const json = { ok: true, loop: name, kept: isPurged ? null : dir };
     return { json, text: `removed loop ${name}${isPurged ? "" : `; its logs stay in ${dir}`}` };
-  });
+  }, isPurged ? findKeptDir : findLoopDir);
+}
+
+/** The folder of a loop, also of one that was removed and whose logs stayed. */
+function findKeptDir(project: string, name: string): string {
+  const dir = join(loopsDir(project), checkName("loop", name));
+  return isDirectory(dir) ? dir : findLoopDir(project, name);
 }
 
 /** What would be lost with a worktree: files, or commits that are nowhere else; null for nothing. */
@@ -4703,17 +4746,24 @@ async function runPauseLoop(invocation: Invocation): Promise<Answer> {
   const isNow = invocation.given.has("now");
   const request = { at: new Date().toISOString(), by: describeActor(), now: isNow };
   writeFileAtomic(pauseRequestPath(dir), `${JSON.stringify(request)}\n`);
-  const lock = await acquireLock(join(dir, ".state.lock"), 0);
+  const path = join(dir, ".state.lock");
+  let lock = await acquireLock(path, 0);
+  if (lock === null && await findTick(path) === null) {
+    lock = await acquireLock(path, DEFAULT_LOCK_TIMEOUT_S * 1000);
+  }
   if (lock === null) {
+    const isInTick = await findTick(path) !== null;
     await switchSchedule(dir, "pause", false);
     const when = isNow ? "its harness is ended now" : "it stops before its next role";
     return {
       json: { ok: true, loop: name, status: "pausing" },
-      text: `loop ${name} is in a tick: ${when}, and then it is paused`,
+      text: isInTick
+        ? `loop ${name} is in a tick: ${when}, and then it is paused`
+        : `loop ${name} is held by another command: its next tick pauses it instead of working`,
     };
   }
   try {
-    const state = loadLoopState(dir);
+    const state = await loadLoopState(invocation, dir);
     honourPauseRequest(dir, state);
     removeIfPresent(pauseRequestPath(dir));
     if (state.status !== "paused") throw makePauseRefusal(name, state);
@@ -4735,7 +4785,7 @@ function makePauseRefusal(name: string, state: LoopState): RefusedError {
 async function runResumeLoop(invocation: Invocation): Promise<Answer> {
   const name = readText(invocation, "resume-loop");
   return await withLoopLock(invocation, name, async (dir) => {
-    const state = loadLoopState(dir);
+    const state = await loadLoopState(invocation, dir);
     if (state.status === "halted" || state.status === "complete") {
       throw new RefusedError(
         `Cannot resume loop "${name}": it is ${describeStatus(state)}, not paused`,
@@ -4761,12 +4811,12 @@ async function approveLoop(invocation: Invocation, name: string): Promise<Answer
   return await withLoopLock(invocation, name, async (dir) => {
     // A halt that this very command finds out about is not one that a person has looked at.
     const wasReadable = viewLoop(invocation.project, name).state !== null;
-    const state = loadLoopState(dir);
+    const state = await loadLoopState(invocation, dir);
     if (state.status !== "halted" || !wasReadable) {
       const detail = wasReadable ? "" : "; its state was damaged";
       throw new RefusedError(
         `Cannot approve loop "${name}": it is ${describeStatus(state)} now${detail}`,
-        `status --loop-log ${name}`,
+        hintForStandstill(name, state),
       );
     }
     const cleared = state.halt_reason;
@@ -4794,8 +4844,7 @@ async function approveLoop(invocation: Invocation, name: string): Promise<Answer
 function runCanContinue(invocation: Invocation): Answer {
   const name = readText(invocation, "can-continue");
   const dir = findLoopDir(invocation.project, name);
-  const state = readLoopState(dir);
-  if (state.status === "running" && existsSync(pauseRequestPath(dir))) state.status = "paused";
+  const state = countPauseRequest(dir, readLoopState(dir));
   const word = state.status === "running" ? "OK" : state.status.toUpperCase();
   const { halt_reason, iteration_count, resumed_count } = state;
   return {
@@ -4841,7 +4890,7 @@ async function runCheckGate(invocation: Invocation): Promise<Answer> {
 /** Applies the brakes; one that trips halts the loop (a dry run changes nothing). */
 async function checkGate(invocation: Invocation, dir: string, isDryRun: boolean): Promise<Answer> {
   const { project } = invocation;
-  const state = isDryRun ? readLoopState(dir) : loadLoopState(dir);
+  const state = isDryRun ? readLoopState(dir) : await loadLoopState(invocation, dir);
   if (!isDryRun) honourPauseRequest(dir, state);
   if (!isDryRun && state.status !== "running") await switchSchedule(dir, "pause");
   const config = readLoopConfig(dir);
@@ -5020,7 +5069,8 @@ async function claimForLoop(
   await releaseTasksOf(project, loop, taskName);
   // Within a tick the runner saves the current task itself, in the tick's one save.
   if (readEnv("AUTOMATON_NO_LOOP_LOCK") === "1") return;
-  saveLoopState(dir, { ...loadLoopState(dir), current_task: taskName });
+  const place = { project, framework: findFrameworkDir(import.meta.url) };
+  saveLoopState(dir, { ...await loadLoopState(place, dir), current_task: taskName });
 }
 
 /** Why a loop may not have a task, or null when it may. */
@@ -5039,7 +5089,9 @@ function refuseClaim(project: string, loop: string, task: TaskState): RefusedErr
 }
 
 function runLoopList(invocation: Invocation): Answer {
-  const loops = listLoops(invocation.project);
+  const loops = listLoops(invocation.project).map((view): LoopView =>
+    view.state === null ? view : { ...view, state: countPauseRequest(view.dir, view.state) }
+  );
   const json = { loops: loops.map(describeLoop) };
   if (loops.length === 0) {
     return { json, text: "no loops", hint: "status --create-loop NAME --from-template TEMPLATE" };
@@ -5144,7 +5196,7 @@ async function followLog(dir: string, count: number, isJson: boolean): Promise<n
     for (let done = 0; done < bytes.length;) done += Deno.stdout.writeSync(bytes.subarray(done));
   };
   while (!existsSync(path)) await sleep(FOLLOW_INTERVAL_MS);
-  let file = Deno.openSync(path);
+  let file = openLog(path);
   let readNew = makeLineReader(file);
   const older = readLastLines(listLogs(dir).filter((each) => each !== path), count);
   print([...older, ...readNew()].slice(-count));
@@ -5154,9 +5206,15 @@ async function followLog(dir: string, count: number, isJson: boolean): Promise<n
     if (isSameFile(file, path) || !existsSync(path)) continue;
     print(readNew()); // What was written between the last look and the rotation.
     file.close();
-    file = Deno.openSync(path);
+    file = openLog(path);
     readNew = makeLineReader(file);
   }
+}
+
+/** Opens a log to read; a pipe in its place would be waited for without end. */
+function openLog(path: string): Deno.FsFile {
+  if (Deno.statSync(path).isFile) return Deno.openSync(path);
+  throw new TypeError(`Cannot read "${path}": it is no regular file`);
 }
 
 /** @returns A function that reads the whole lines that were added since it was called last. */
@@ -5986,6 +6044,7 @@ async function runCommandLine(
     return { json: { version }, text: `status ${version}` };
   }
   const command = selectCommand(given);
+  readLockTimeoutMs(given); // A wrong one is told also where nothing waits for a lock.
   const project = findCommandProject(command, given, framework);
   const invocation = { given, framework, project };
   try {

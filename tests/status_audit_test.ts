@@ -109,10 +109,17 @@ Deno.test("category 1: states that cannot be, or cannot be read", async () => {
   writeTask(scratch, "i-odd", "research", {
     history: [step(null, "lunch"), step("lunch", "research")],
   });
+  writeTask(scratch, "j-wait", "implement", {
+    history: [
+      step(null, "research"),
+      step("research", "human_intervention"),
+      step("human_intervention", "implement"),
+    ],
+  });
   const broken = writeLoop(scratch, "night");
   writeFile(join(broken, ".state.loop"), "");
   const found = await list(scratch);
-  assertEquals(found.map(([category]) => category), Array(10).fill(1));
+  assertEquals(found.map(([category]) => category), Array(11).fill(1));
   const messages = found.map(([, task, message]) => `${task}: ${message}`);
   const expected = [
     /^null: loop night has a broken state: Cannot parse ".*\.state\.loop": it is empty$/,
@@ -125,10 +132,11 @@ Deno.test("category 1: states that cannot be, or cannot be read", async () => {
     /^g-unapproved: .*impossible history: it is in implement without a person's approval$/,
     /^h-name: task h-name calls itself other in its \.state$/,
     /^i-odd: .*impossible history: a step leads to the unknown phase "lunch"$/,
+    /^j-wait: .*impossible history: a step leaps from research to implement$/,
   ];
   for (const [index, words] of expected.entries()) assertMatch(messages[index]!, words);
   const { total_tasks, untracked_tasks } = await accept(scratch, ["--audit"]);
-  assertEquals([total_tasks, untracked_tasks], [9, 1]);
+  assertEquals([total_tasks, untracked_tasks], [10, 1]);
 });
 
 Deno.test("category 2: phases left without their document", async () => {

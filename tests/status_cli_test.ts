@@ -84,6 +84,7 @@ Deno.test("a command line that cannot be understood is a usage error of one line
     ["a number that is none", ["--loop-log=night", "--lines=ten"], /"--lines": "ten" is not a w/],
     ["a number too small", ["--loop-log=night", "--lines=0"], /from 1 to 1000000/],
     ["a fraction", ["--check-gate=night", "--lock-timeout=1.5"], /"1.5"/],
+    ["a wait in words", ["--check-gate=night", "--dry-run", "--lock-timeout=long"], /"long"/],
     ["a negative number", ["--audit", "--stalled-days=-1"], /"--stalled-days": "-1"/],
     ["a step without its task", ["--transition=design"], /"--task" is missing/],
     ["a claim without a session", ["--claim", "--task=one"], /"--session" is missing/],

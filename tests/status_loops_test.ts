@@ -24,6 +24,9 @@ import {
 } from "./helpers.ts";
 import { accept, becomeNobody, daysAgo, type Json, refuse, status } from "./status_support.ts";
 
+/** What a tick that runs here has in its lock file. */
+const TICK = { pid: Deno.pid, host: Deno.hostname() };
+
 function state(scratch: Scratch, name = "night"): Json {
   return readJson(join(loopDir(scratch, name), ".state.loop"));
 }
@@ -188,7 +191,7 @@ Deno.test("a pause never waits: a tick in progress is asked to stop", async (t) 
   const dir = writeLoop(scratch, "night");
   const request = join(dir, "pause.request");
   {
-    using _tick = holdLock(join(dir, ".state.lock"));
+    using _tick = holdLock(join(dir, ".state.lock"), TICK);
     for (const now of [false, true]) {
       await t.step(now ? "with --now" : "without --now", async () => {
         const args = ["--pause-loop=night", ...now ? ["--now"] : []];
@@ -199,6 +202,8 @@ Deno.test("a pause never waits: a tick in progress is asked to stop", async (t) 
       });
     }
     await t.step("the loop counts as paused already", async () => {
+      const { loops } = await accept(scratch, ["--loop-list"]);
+      assertEquals((loops as Json[])[0]!.status, "paused");
       const { stdout, stderr } = await status(scratch, ["--can-continue=night"]);
       assertEquals([stdout, stderr], ["PAUSED\n", "hint: status --resume-loop night\n"]);
     });
@@ -213,7 +218,7 @@ Deno.test("a pause never waits: a tick in progress is asked to stop", async (t) 
   await t.step("a request that is taken back pauses nothing", async () => {
     await accept(scratch, ["--resume-loop=night"]);
     {
-      using _tick = holdLock(join(dir, ".state.lock"));
+      using _tick = holdLock(join(dir, ".state.lock"), TICK);
       await accept(scratch, ["--pause-loop=night"]);
     }
     await accept(scratch, ["--resume-loop=night"]);
@@ -233,7 +238,7 @@ Deno.test("only a halt is approved, only a pause is resumed, only what ticks is 
     [
       [["--approve", "--loop=night"], {
         running: /it is running now hint/,
-        paused: /it is paused now hint/,
+        paused: /it is paused now hint: status --resume-loop night$/,
         complete: /it is complete now hint/,
       }],
       [["--resume-loop=night"], {
@@ -374,7 +379,8 @@ Deno.test("a note of a tick that is over is not taken for the holder", async (t)
     await t.step(name, async () => {
       using _lock = holdLock(join(dir, ".state.lock"), each);
       const args = ["--resume-loop=night", "--lock-timeout=0"];
-      await refuse(scratch, args, /Cannot lock loop "night": another command holds it/);
+      const words = /Cannot lock loop "night": another command holds it hint: try again/;
+      await refuse(scratch, args, words);
     });
   }
 });
@@ -393,6 +399,22 @@ Deno.test("a command waits for the lock and goes on when it is free", async () =
   assertEquals(state(scratch).status, "running");
 });
 
+Deno.test("a pause waits for another command and then takes effect", async () => {
+  using scratch = makeScratch();
+  const dir = writeLoop(scratch, "night");
+  const lock = holdLock(join(dir, ".state.lock"));
+  const child = startProgram(scratch, "status", ["--pause-loop=night", "--json"]);
+  const ended = finish(child);
+  await poll("request", () => existsSync(join(dir, "pause.request")));
+  // A command that was started later and waits for nothing is refused: the pause is waiting by now.
+  await refuse(scratch, ["--resume-loop=night", "--lock-timeout=0"], /another command holds it/);
+  lock[Symbol.dispose]();
+  const { code, stdout } = await ended;
+  assertEquals([code, JSON.parse(stdout).status], [0, "paused"]);
+  assertEquals(state(scratch).status, "paused");
+  assert(!existsSync(join(dir, "pause.request")));
+});
+
 Deno.test("a loop that is removed leaves its logs and outputs, and can be made again", async (t) => {
   using scratch = makeScratch();
   const dir = writeLoop(scratch, "night", {}, { iteration_count: 3 });
@@ -409,6 +431,7 @@ Deno.test("a loop that is removed leaves its logs and outputs, and can be made a
     assertEquals((await accept(scratch, ["--loop-list"])).loops, []);
     await refuse(scratch, ["--check-gate=night"], /there is none/);
     await refuse(scratch, ["--remove-loop=night"], /there is none/);
+    await refuse(scratch, ["--remove-loop=never", "--purge"], /there is none/);
   });
   await t.step("its task is free", () => {
     assertEquals(readJson(join(taskDir(scratch, "one"), ".state")).loop, null);
@@ -420,6 +443,13 @@ Deno.test("a loop that is removed leaves its logs and outputs, and can be made a
   });
   await t.step("with --purge nothing is left", async () => {
     assertEquals((await accept(scratch, ["--remove-loop=night", "--purge"])).kept, null);
+    assert(!existsSync(dir));
+  });
+  await t.step("with --purge what a removal has kept is removed too", async () => {
+    await accept(scratch, ["--create-loop=night", "--from-template=ci-triage"]);
+    await accept(scratch, ["--remove-loop=night"]);
+    assert(existsSync(join(dir, ".state.log")));
+    await accept(scratch, ["--remove-loop=night", "--purge"]);
     assert(!existsSync(dir));
   });
 });
@@ -671,6 +701,21 @@ Deno.test("--follow ends when nobody reads any more", async () => {
   });
   const stderr = await new Response(child.stderr).text();
   assertEquals([(await ended).code, stderr], [0, ""]);
+});
+
+Deno.test({
+  name: "a pipe in the place of a log is refused, also by --follow",
+  ignore: Deno.build.os === "windows",
+  fn: async () => {
+    using scratch = makeScratch();
+    const path = join(writeLoop(scratch, "night"), ".state.log");
+    new Deno.Command("mkfifo", { args: [path] }).outputSync();
+    for (const flags of [[], ["--follow"]]) {
+      await refuse(scratch, ["--loop-log=night", ...flags], /Cannot read .*no regular file/, {
+        timeoutMs: 10_000,
+      });
+    }
+  },
 });
 
 Deno.test("a log that cannot be written stops no brake", async () => {

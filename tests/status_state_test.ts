@@ -121,6 +121,21 @@ Deno.test("a person's command on a loop with a lost state halts it and does noth
   }
 });
 
+Deno.test("a halt for a lost state is a whole one: its hook runs, and no log stands in its way", async () => {
+  using scratch = makeScratch();
+  const { dir, path } = writeOldLoop(scratch);
+  const told = join(scratch.dir, "told");
+  const config = { ...readJson(join(dir, "loop.json")), hooks: { on_halt: ["touch", told] } };
+  writeFile(join(dir, "loop.json"), JSON.stringify(config));
+  Deno.mkdirSync(join(dir, ".state.log"));
+  writeFile(path, "{");
+  for (const wanted of [["{"], ["{"]]) {
+    assertEquals((await accept(scratch, GATE)).reason, "halted:human_intervention");
+    assertEquals([readJson(path).status, readBad(dir)], ["halted", wanted]);
+  }
+  assert(existsSync(told));
+});
+
 Deno.test("looking at a damaged loop repairs nothing and tells what is wrong", async () => {
   using scratch = makeScratch();
   const { dir, path, text } = writeOldLoop(scratch);

@@ -2868,10 +2868,14 @@ function writeLockNote(
     harness_started: null,
     ...harness,
   };
-  lock.truncateSync(0);
+  // Always as long, so that it is written over in one go and never read half.
+  const bytes = new TextEncoder().encode(`${JSON.stringify(note).padEnd(NOTE_LENGTH)}\n`);
   lock.seekSync(0, Deno.SeekMode.Start);
-  writeAll(lock, new TextEncoder().encode(`${JSON.stringify(note)}\n`));
+  writeAll(lock, bytes);
+  lock.truncateSync(bytes.length);
 }
+
+const NOTE_LENGTH = 1023;
 
 const lockPath = ({ dir }: Wake) => join(dir, ".state.lock");
 

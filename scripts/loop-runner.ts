@@ -82,6 +82,10 @@ const WATCH_MS = 200;
 const TERM_GRACE_MS = 5000;
 const KILL_GRACE_MS = 2000;
 const DRAIN_MS = 1000;
+/** Timers hold 31 bits. */
+const MAX_TIMER_MS = 2 ** 31 - 1;
+/** Characters of the note in a lock file, but for its newline. */
+const NOTE_LENGTH = 1023;
 /** Where the tools stand that list processes, whatever PATH a loop was started with. */
 const TOOLS_PATH = "/usr/bin:/bin";
 /** Younger temporary files may belong to a command that is writing one right now. */
@@ -2875,8 +2879,6 @@ function writeLockNote(
   lock.truncateSync(bytes.length);
 }
 
-const NOTE_LENGTH = 1023;
-
 const lockPath = ({ dir }: Wake) => join(dir, ".state.lock");
 
 /** True while the note is the one of this tick, by which `status` knows its processes. */
@@ -4771,13 +4773,11 @@ function readInterval(dir: string): number {
 
 /** Sleeps in one go; a signal ends it. */
 async function sleepUnlessStopped(milliseconds: number, stop: StopSignal): Promise<void> {
-  // Timers hold 31 bits; a longer one would fire at once.
+  // A longer timer would fire at once.
   for (let left = milliseconds; left > 0 && stop.signal === null; left -= MAX_TIMER_MS) {
     await sleepOnce(Math.min(left, MAX_TIMER_MS), stop);
   }
 }
-
-const MAX_TIMER_MS = 2 ** 31 - 1;
 
 function sleepOnce(milliseconds: number, stop: StopSignal): Promise<void> {
   return new Promise((wake) => {

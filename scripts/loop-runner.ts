@@ -5,11 +5,13 @@
  * them, believes nothing but a verdict, and leaves a loop's state whole at any crash.
  *
  * Reads `<project>/.automaton/loops/<name>/loop.json` and the prompts of the loop and the framework.
- * Writes the loop's `.state.loop`, `.state.log`, `.state.lock`, `outputs/` and `worktree/`, and a
- * missing phase document of the task. Rules of the pipeline are `status`'s, which is asked each time.
+ * Writes the loop's `.state.loop` with its `.bak`, `.state.log`, `.state.lock`, `cost.json`, `outputs/` and
+ * `worktree/`, the branch `loop/<name>`, a line in the repository's `info/exclude`, and a missing phase
+ * document of the task. Rules of the pipeline are `status`'s, which is asked each time.
  *
  * Environment: AUTOMATON_HOME (framework), AUTOMATON_PROJECT (project), AUTOMATON_DUE_INTERVAL_S and
- * AUTOMATON_DUE_PERIOD_S (set by a schedule that wakes the loop more often than it ticks). A harness
+ * AUTOMATON_DUE_PERIOD_S (set by a schedule that wakes the loop more often than it ticks), HOME, USERPROFILE,
+ * XDG_CONFIG_HOME and PATH. A harness
  * gets AUTOMATON_HOME, AUTOMATON_PROJECT, AUTOMATON_LOOP, AUTOMATON_ROLE, AUTOMATON_TASK,
  * AUTOMATON_OP_FILE, AUTOMATON_RUN_ID and PWD.
  *
@@ -17,7 +19,7 @@
  * person's environment, less what loop.json takes away), sys (the host's name). No network.
  *
  * Exit codes: 0 a tick that ran or was skipped, a daemon that was ended; 1 no such project; 2 usage;
- * 130 and 143 a tick that was ended by INT or TERM, once its harness is gone.
+ * 129, 130 and 143 a tick that was ended by HUP, INT or TERM, once its harness is gone.
  *
  * @module
  */
@@ -47,6 +49,14 @@ export const SKIP_REASONS = [
   "context_floor",
   "not_due",
 ] as const;
+
+/** Those of SKIP_REASONS that nobody wanted. */
+// deno-fmt-ignore -- one row.
+const FAILURES: readonly SkipReason[] = ["gate_failed", "worktree_failed", "harness_failed", "harness_timeout", "context_floor"];
+
+/** The steps of a tick whose time is taken. */
+// deno-fmt-ignore -- one row.
+const STEPS = ["gate", "work", "context", "implement", "checks", "verify", "orchestrate", "total"] as const;
 
 /** Characters that count as one token when a prompt is fitted: an estimate, since models differ. */
 const CHARS_PER_TOKEN = 4;
@@ -111,6 +121,8 @@ const MAX_REASONS = 50;
 const MAX_REASON_CHARS = 2000;
 const MAX_HINT_CHARS = 16_000;
 
+const ROLES: readonly RoleName[] = ["implement", "verify", "orchestrate"];
+
 /** The prompt of a role that names none. */
 const DEFAULT_PROMPTS: Readonly<Record<RoleName, string>> = {
   implement: "loop-implement.md",
@@ -156,15 +168,7 @@ export interface Summary {
 }
 
 /** The steps of a tick whose time is taken. */
-export type StepName =
-  | "gate"
-  | "work"
-  | "context"
-  | "implement"
-  | "checks"
-  | "verify"
-  | "orchestrate"
-  | "total";
+export type StepName = typeof STEPS[number];
 
 /** What a run of a harness came to. */
 export type HarnessResult =
@@ -2068,11 +2072,7 @@ function outputPath(tick: OpenLoop, suffix: string): string {
 /** Opens a file that is made anew: what an agent put in its place, a link say, is not followed. */
 function openFresh(path: string): Deno.FsFile {
   ensureDirSync(dirname(path));
-  try {
-    Deno.removeSync(path, { recursive: true });
-  } catch (error) {
-    if (!(error instanceof Deno.errors.NotFound)) throw error;
-  }
+  if (isAnythingAt(path)) Deno.removeSync(path, { recursive: true });
   return Deno.openSync(path, { write: true, createNew: true });
 }
 
@@ -2372,8 +2372,10 @@ async function endRun(
     const told = new Set<number>();
     while (living.length > 0) {
       // Ones that started since the last look are told too.
-      for (const { pid } of living) if (!told.has(pid)) sendSignal(pid, signal);
-      living.forEach(({ pid }) => told.add(pid));
+      for (const { pid } of living) {
+        if (!told.has(pid)) sendSignal(pid, signal);
+        told.add(pid);
+      }
       if (performance.now() >= deadline) break;
       await sleep(100);
       living = await findRunProcesses(leader, runId);
@@ -2472,12 +2474,8 @@ export class UsageReader {
   #readLine(line: string): void {
     if (!line.trimStart().startsWith("{")) return;
     if (!this.#marks.some((mark) => line.includes(mark))) return;
-    let record: unknown;
-    try {
-      record = JSON.parse(line);
-    } catch {
-      return; // A line for people between the records.
-    }
+    const record = parseJsonOrNull(line); // Null for a line for people between the records.
+    if (record === null) return;
     if (!this.#where.every(([path, text]) => listDottedPath(record, path).includes(text))) return;
     const isSum = this.config.combine === "sum";
     const valuesAt = (name: "cost" | "input" | "output" | "text" | "error") => {
@@ -3029,7 +3027,7 @@ function buildRequest(tick: Tick, role: RoleName, promptPath: string): HarnessRe
       ),
     ),
     stdin: stdin === "prompt" ? prompt : null,
-    timeoutMs: (harness.timeout_seconds ?? DEFAULT_TIMEOUT_S) * 1000,
+    timeoutMs: sessionTimeoutMs(tick),
     idleTimeoutMs: (harness.idle_timeout_seconds ?? 0) * 1000,
     usage: harness.usage,
   };
@@ -3058,10 +3056,12 @@ export function parseWorktreeList(text: string): WorktreeEntry[] {
 /** Runs git; a failure skips the tick with git's own words. */
 async function git(cwd: string, args: readonly string[]): Promise<string> {
   const { code, stdout, stderr } = await runGit(cwd, args);
-  if (code === 0) return new TextDecoder().decode(stdout).replace(/\r?\n$/, "");
+  if (code === 0) return decodeAnswer(stdout);
   const words = lastLines(stderr) || `exit code ${code}`;
   throw new SkipError("worktree_failed", `git ${args[0]} ${args[1] ?? ""}: ${words}`);
 }
+
+const decodeAnswer = (stdout: Uint8Array) => new TextDecoder().decode(stdout).replace(/\r?\n$/, "");
 
 const lastLines = (text: string) =>
   text.split("\n").filter((line) => line !== "").slice(-3).join(" ");
@@ -3100,7 +3100,7 @@ async function runFillingGit(
 
 async function gitOrNull(cwd: string, args: readonly string[]): Promise<string | null> {
   const { code, stdout } = await runGit(cwd, args);
-  return code === 0 ? new TextDecoder().decode(stdout).replace(/\r?\n$/, "") : null;
+  return code === 0 ? decodeAnswer(stdout) : null;
 }
 
 function realPathOrNull(path: string): string | null {
@@ -3662,9 +3662,8 @@ async function checkStop(tick: Wake): Promise<void> {
 
 /** The smallest window that the roles' models have here, in tokens; one below the floor halts the loop. */
 async function measureWindow(tick: OpenLoop): Promise<number> {
-  const roles = ["implement", "verify", "orchestrate"] as const;
   const models = new Set(
-    roles.filter((role) => role !== "orchestrate" || tick.config.roles?.orchestrate)
+    ROLES.filter((role) => role !== "orchestrate" || tick.config.roles?.orchestrate)
       .map((role) => tick.config.roles?.[role]?.model),
   );
   let window = Infinity;
@@ -3710,10 +3709,10 @@ function isRateLimit(
   },
 ): boolean {
   if (exitCode !== null && exitCodes.includes(exitCode)) return true;
-  const lastLines = stdoutTail.trimEnd().split("\n").slice(-BACKOFF_LINES).join("\n");
+  const end = stdoutTail.trimEnd().split("\n").slice(-BACKOFF_LINES).join("\n");
   return patterns.some((pattern) => {
     const expression = new RegExp(pattern, "i");
-    return expression.test(stderrTail) || expression.test(lastLines);
+    return expression.test(stderrTail) || expression.test(end);
   });
 }
 
@@ -3800,13 +3799,13 @@ function readControl(path: string): string | null {
 async function guardControls(tick: Tick, before: Controls, label: string): Promise<void> {
   const now = await readControls(tick);
   const known = new Set([...before.keys(), ...now.keys()]);
-  known.delete(join(tick.task.dir, ".state")); // Others may change it, by status: see below.
+  const taskState = join(tick.task.dir, ".state");
+  known.delete(taskState); // Others may change it, by status: see below.
   const changed = [...known].filter((path) =>
     (before.get(path) ?? null) !== (now.get(path) ?? null)
   );
   const isLockOurs = tick.lock !== null && isSameFile(tick.lock, lockPath(tick)) &&
     isNoteOurs(tick);
-  const taskState = join(tick.task.dir, ".state");
   const isTampered = await isTaskTampered(tick.task.dir, before.get(taskState) ?? null);
   if (changed.length === 0 && isLockOurs && !isTampered) return;
   for (const path of changed) {
@@ -4047,7 +4046,7 @@ async function runChecks(tick: Tick): Promise<CheckResult[]> {
       // A check runs what an agent has written: it may ask status, never write by it.
       env: buildHarnessEnv(tick, "verify"),
       stdin: null,
-      timeoutMs: (tick.config.harness?.timeout_seconds ?? DEFAULT_TIMEOUT_S) * 1000,
+      timeoutMs: sessionTimeoutMs(tick),
       idleTimeoutMs: 0,
     });
     if (outcome.result === "stopped") {
@@ -4161,8 +4160,8 @@ async function orchestrate(tick: Tick, verdict: Verdict): Promise<void> {
   }
   if (!tick.config.roles?.orchestrate) return await takeBuiltInStep(tick, verdict);
   // Only this session's own step may use up the one that it has.
-  openFresh(outputPath(tick, "orchestrate.op")).close();
-  Deno.removeSync(outputPath(tick, "orchestrate.op"));
+  const operation = outputPath(tick, "orchestrate.op");
+  if (isAnythingAt(operation)) Deno.removeSync(operation, { recursive: true });
   const before = await takeSnapshot(tick);
   const outcome = await runRole(tick, "orchestrate", {
     "{verdict}": JSON.stringify(verdict),
@@ -4290,9 +4289,13 @@ async function commitWork(tick: Tick, verdict: Verdict): Promise<void> {
   warn(tick, `nothing is committed: ${outcome.message}${words === "" ? "" : `: ${words}`}`);
 }
 
+/** How long a session may take; 0 for no limit. */
+const sessionTimeoutMs = ({ config }: OpenLoop) =>
+  (config.harness?.timeout_seconds ?? DEFAULT_TIMEOUT_S) * 1000;
+
 /** A limit of the runner's own, or that of a session where that is shorter. */
 function shorterTimeout(tick: OpenLoop, limitMs: number): number {
-  const sessionMs = (tick.config.harness?.timeout_seconds ?? DEFAULT_TIMEOUT_S) * 1000;
+  const sessionMs = sessionTimeoutMs(tick);
   return sessionMs === 0 ? limitMs : Math.min(limitMs, sessionMs);
 }
 
@@ -4370,19 +4373,22 @@ async function finishTick(tick: Tick): Promise<void> {
   }
 }
 
+function removeOutputs({ dir }: OpenLoop, isUnwanted: (tick: number) => boolean): void {
+  const folder = join(dir, "outputs");
+  ensureDirSync(folder);
+  for (const { name } of [...Deno.readDirSync(folder)]) {
+    if (!isUnwanted(Number(/^tick(\d+)-/.exec(name)?.[1] ?? NaN))) continue;
+    Deno.removeSync(join(folder, name), { recursive: true });
+  }
+}
+
 /** Removes the outputs of all but the last ticks. */
 function removeOldOutputs(tick: Tick): void {
   const retention = tick.config.outputs?.retention ?? DEFAULT_RETENTION;
   if (retention < 0) warn(tick, `outputs.retention is ${retention}: taken as 0, which keeps all`);
   if (retention <= 0) return;
-  const folder = join(tick.dir, "outputs");
   try {
-    for (const { name } of Deno.readDirSync(folder)) {
-      const number = Number(/^tick(\d+)-/.exec(name)?.[1] ?? Infinity);
-      if (number <= tick.number - retention) {
-        Deno.removeSync(join(folder, name), { recursive: true });
-      }
-    }
+    removeOutputs(tick, (number) => number <= tick.number - retention);
   } catch (error) {
     warn(tick, `old outputs cannot be removed: ${errorMessage(error)}`);
   }
@@ -4390,18 +4396,12 @@ function removeOldOutputs(tick: Tick): void {
 
 /** Removes what an earlier try at this tick left, so that nothing stale is taken for its result. */
 function removeStaleOutputs(tick: OpenLoop): void {
-  const folder = join(tick.dir, "outputs");
-  ensureDirSync(folder);
-  for (const { name } of [...Deno.readDirSync(folder)]) {
-    if (name.startsWith(`tick${tick.number}-`)) {
-      Deno.removeSync(join(folder, name), { recursive: true });
-    }
-  }
+  removeOutputs(tick, (number) => number === tick.number);
 }
 
 /** Prints what each role would be run with, and starts none. */
 function printDryRun(tick: Tick): void {
-  for (const role of ["implement", "verify", "orchestrate"] as const) {
+  for (const role of ROLES) {
     if (role === "orchestrate" && !tick.config.roles?.orchestrate) {
       console.log("orchestrate: built in, no harness");
       continue;
@@ -4504,14 +4504,7 @@ async function endEarly(wake: Wake, error: unknown): Promise<void> {
     return logSafely(wake, "INFO", "TICK_STOPPED", { tick: summary.tick, message });
   }
   if (error instanceof SkipError) {
-    const isFailure = [
-      "gate_failed",
-      "worktree_failed",
-      "harness_failed",
-      "harness_timeout",
-      "context_floor",
-    ].includes(error.reason);
-    skip(error.reason, !isFailure);
+    skip(error.reason, !FAILURES.includes(error.reason));
   } else if (error instanceof HaltError) {
     await halt(wake, error.haltReason, error.message);
     skip(error.skip ?? "halted", false);
@@ -4552,16 +4545,6 @@ export interface TickOptions {
 }
 
 function makeSummary({ loop, project }: TickOptions): Summary {
-  const steps = [
-    "gate",
-    "work",
-    "context",
-    "implement",
-    "checks",
-    "verify",
-    "orchestrate",
-    "total",
-  ] as const;
   return {
     loop,
     project,
@@ -4580,7 +4563,7 @@ function makeSummary({ loop, project }: TickOptions): Summary {
     status: null,
     halt_reason: null,
     artifacts: {},
-    durations_ms: Object.fromEntries(steps.map((step) => [step, 0])) as Record<StepName, number>,
+    durations_ms: Object.fromEntries(STEPS.map((step) => [step, 0])) as Record<StepName, number>,
     warnings: [],
   };
 }
@@ -4616,10 +4599,9 @@ export async function runTick(options: TickOptions): Promise<Summary> {
     try {
       if (!options.isDryRun) rotateScheduleLog(dir);
       const { framework, project, loop, isDryRun, stop } = options;
-      const startedAt = new Date().toISOString();
-      const runId = crypto.randomUUID();
-      const where = { framework, project, loop, dir };
-      await runLockedTick({ ...where, isDryRun, stop, lock, runId, startedAt, summary }, slot);
+      const where = { framework, project, loop, dir, isDryRun, stop, lock, summary };
+      const [runId, startedAt] = [crypto.randomUUID(), new Date().toISOString()];
+      await runLockedTick({ ...where, runId, startedAt }, slot);
       // A tick that was told to end is due again at the next wake, as after a crash.
       if (!isDryRun && stop.signal === null) noteSlot(dir, slot);
     } finally {

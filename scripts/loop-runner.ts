@@ -1917,20 +1917,11 @@ function readReasons(value: unknown): string[] {
 
 /** Takes out what cannot stand in valid JSON, in or out of its strings, but models and terminals add. */
 function stripNoise(output: string): string {
-  const text = output
+  return output
     // deno-lint-ignore no-control-regex -- escape sequences of terminals start with ESC.
     .replace(/\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\^_])/g, "")
-    .replace(/^\uFEFF/, "");
-  const parts: string[] = [];
-  const comment = /(?:^|\n)[ \t]*(?:\/\/|#)/g;
-  let from = 0;
-  for (let found = comment.exec(text); found !== null; found = comment.exec(text)) {
-    if (found.index > from) parts.push(text.slice(from, found.index));
-    const end = text.indexOf("\n", comment.lastIndex);
-    from = end < 0 ? text.length : end;
-    comment.lastIndex = from;
-  }
-  return parts.join("") + text.slice(from);
+    .replace(/^\uFEFF/, "")
+    .replace(/(^|\n)[ \t]*(?:\/\/|#)[^\n]*/g, "$1");
 }
 
 /**

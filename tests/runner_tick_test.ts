@@ -158,7 +158,7 @@ Deno.test("a tick skips what it may not do, with a stable reason and exit code 0
       (s) => Deno.removeSync(join(loopDir(s, LOOP), "loop.json")),
     ],
     ["gate_failed", false, /schema_version 2/, { state: { schema_version: 2 } }],
-    ["halted", true, /halted:budget_exhausted/, {
+    ["halted", true, /halted \(budget_exhausted\): status --loop-log night/, {
       state: { status: "halted", halt_reason: "budget_exhausted" },
     }],
     ["paused", true, /paused/, { state: { status: "paused" } }],

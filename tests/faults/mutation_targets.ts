@@ -108,6 +108,13 @@ export const EQUIVALENT: readonly {
     why: "the text has ended, so nothing can close the object around the string",
   },
   {
+    name: "parseVerdict",
+    line: "material = ",
+    from: '""',
+    to: '"mutant"',
+    why: "neither holds a verdict",
+  },
+  {
     name: "listCandidates",
     line: "fence < at",
     from: "<",

@@ -2417,6 +2417,8 @@ export interface ScheduleRecord {
   readonly paused: boolean;
   /** launchd: the session that the agent is loaded in. */
   readonly domain?: string;
+  /** The schedule before, in another scheduler or of another name, while it is still to be taken away. */
+  readonly replaces?: ScheduleRecord;
   /** cron: the person's last line (a character a byte) where it had no newline before ours came. */
   readonly newline_added_after?: string;
 }
@@ -2454,7 +2456,11 @@ interface SchedulerDriver {
     host: SchedulerHost,
     mayEndTick: boolean,
   ) => Promise<void>;
-  readonly resume: (record: ScheduleRecord, host: SchedulerHost) => Promise<void>;
+  /** @returns What has changed for the record. */
+  readonly resume: (
+    record: ScheduleRecord,
+    host: SchedulerHost,
+  ) => Promise<Pick<ScheduleRecord, "domain">>;
   readonly remove: (record: ScheduleRecord, host: SchedulerHost) => Promise<void>;
   readonly inspect: (record: ScheduleRecord, host: SchedulerHost) => Promise<SchedulePresence>;
 }
@@ -2825,10 +2831,7 @@ export function renderLaunchAgent(job: ScheduleJob, domain: string): string {
     );
     return `    <dict>${keys.join("")}</dict>\n`;
   });
-  const session = domain.startsWith("gui/")
-    ? ""
-    : `  <key>LimitLoadToSessionType</key>\n  ${text("Background")}\n`;
-  return `<?xml version="1.0" encoding="UTF-8"?>
+  const agent = `<?xml version="1.0" encoding="UTF-8"?>
 <!DOCTYPE plist PUBLIC "-//Apple//DTD PLIST 1.0//EN" "http://www.apple.com/DTDs/PropertyList-1.0.dtd">
 <plist version="1.0">
 <dict>
@@ -2851,12 +2854,22 @@ export function renderLaunchAgent(job: ScheduleJob, domain: string): string {
   ${text(job.log)}
   <key>ProcessType</key>
   ${text("Background")}
-${session}  <key>StartCalendarInterval</key>
+  <key>StartCalendarInterval</key>
   <array>
 ${entries.join("")}  </array>
 </dict>
 </plist>
 `;
+  return moveLaunchAgent(agent, domain);
+}
+
+const BACKGROUND_SESSION = "  <key>LimitLoadToSessionType</key>\n  <string>Background</string>\n";
+
+/** The text of an agent for another session: only that of the background has to be named. */
+function moveLaunchAgent(agent: string, domain: string): string {
+  const bare = agent.replace(BACKGROUND_SESSION, "");
+  if (domain.startsWith("gui/")) return bare;
+  return bare.replace("  <key>StartCalendarInterval</key>\n", `${BACKGROUND_SESSION}$&`);
 }
 
 /**
@@ -2932,9 +2945,13 @@ function listForeignVariables({ environment }: ScheduleJob): [string, string][] 
   return Object.entries(environment).filter(([name]) => name !== "AUTOMATON_HOME");
 }
 
-/** Kubernetes takes 52 characters for a CronJob, the last of them no dash. */
+/** Kubernetes takes 52 characters for a CronJob, the last of them no dash: else a hash (FNV-1a) ends it. */
 function nameCronJob(loop: string): string {
-  return `automaton-loop-${loop}`.slice(0, 52).replace(/-+$/, "");
+  const name = `automaton-loop-${loop}`;
+  if (name.length <= 52 && !name.endsWith("-")) return name;
+  let hash = 0x811c9dc5;
+  for (const byte of textToBytes(name)) hash = Math.imul(hash ^ byte, 0x01000193) >>> 0;
+  return `${name.slice(0, 43).replace(/-+$/, "")}-${hash.toString(16).padStart(8, "0")}`;
 }
 
 /**
@@ -3151,8 +3168,11 @@ function explainOutcome(argv: readonly string[], { code, stderr }: CommandOutcom
 
 async function runScheduler(host: SchedulerHost, argv: readonly string[]): Promise<void> {
   const outcome = await host.run(argv);
-  if (outcome.code === 0) return;
-  throw new RefusedError(
+  if (outcome.code !== 0) throw makeSchedulerError(argv, outcome);
+}
+
+function makeSchedulerError(argv: readonly string[], outcome: CommandOutcome): RefusedError {
+  return new RefusedError(
     `Cannot change the schedule: ${explainOutcome(argv, outcome)}`,
     "status --doctor tells what the scheduler lacks",
   );
@@ -3180,27 +3200,33 @@ async function readCrontabOrNull(host: SchedulerHost): Promise<string | null> {
   }
 }
 
-/** Holds other loops of the same person off while the crontab is read, changed and written. */
-async function withCrontabLock<T>(host: SchedulerHost, work: () => Promise<T>): Promise<T> {
+/** Holds other loops of the same person off while what they share is read, changed and written. */
+async function withHomeLock<T>(host: SchedulerHost, work: () => Promise<T>): Promise<T> {
+  using _folder = await lockHome(host);
+  return await work();
+}
+
+/** @returns The locked folder, or null for one that cannot be locked: what is written is read back anyway. */
+async function lockHome(host: SchedulerHost): Promise<Deno.FsFile | null> {
   let folder: Deno.FsFile | null = null;
   try {
     folder = Deno.openSync(host.home, { read: true });
-    const deadline = Date.now() + SCHEDULER_TIMEOUT_MS;
+    const deadline = performance.now() + SCHEDULER_TIMEOUT_MS;
     let isLocked = await tryLock(folder, SCHEDULER_TIMEOUT_MS);
-    while (isLocked === false && Date.now() < deadline) {
+    while (isLocked === false && performance.now() < deadline) {
       await host.sleep(50);
       isLocked = await tryLock(folder, SCHEDULER_TIMEOUT_MS);
     }
-    // Where the wait is given up, the late lock closes the file itself.
-    if (isLocked === null) folder = null;
+    if (isLocked) return folder;
+    if (isLocked === false) folder.close(); // Else the lock that comes late closes it.
   } catch {
-    // A home folder that cannot be locked (network, missing): the table is read back anyway.
-  }
-  try {
-    return await work();
-  } finally {
     folder?.close();
+    return null; // On a network, or missing.
   }
+  throw new RefusedError(
+    `Cannot lock "${host.home}": another command has held it for ${SCHEDULER_TIMEOUT_MS / 1000} s`,
+    "try again; it lasts only where a process hangs",
+  );
 }
 
 function writePrivate(path: string, text: string): void {
@@ -3213,7 +3239,7 @@ async function changeCrontab(
   host: SchedulerHost,
   change: (table: string) => string,
 ): Promise<void> {
-  await withCrontabLock(host, async () => {
+  await withHomeLock(host, async () => {
     const before = await readCrontab(host);
     const after = change(before);
     if (after === before) return;
@@ -3230,6 +3256,9 @@ async function changeCrontab(
     removeIfPresent(backup);
   });
 }
+
+/** A crontab is neither what it was nor what it was to be. */
+class CrontabLostError extends RefusedError {}
 
 async function replaceCrontab(
   host: SchedulerHost,
@@ -3250,7 +3279,7 @@ async function replaceCrontab(
       "try --scheduler systemd, or loop-runner --mode daemon",
     );
   }
-  throw new RefusedError(
+  throw new CrontabLostError(
     `Cannot change the crontab: ${refusal}, and it could not be put back`,
     `look at it with crontab -l; it was as in ${backup}`,
   );
@@ -3274,7 +3303,10 @@ const CRON_DRIVER: SchedulerDriver = {
     return added === null ? {} : { newline_added_after: added };
   },
   pause: (record, host) => changeCrontab(host, (table) => switchCronLines(table, record, "off")),
-  resume: (record, host) => changeCrontab(host, (table) => switchCronLines(table, record, "on")),
+  resume: async (record, host) => {
+    await changeCrontab(host, (table) => switchCronLines(table, record, "on"));
+    return {};
+  },
   remove: (record, host) =>
     changeCrontab(host, (table) => removeCronLines(table, record, record.newline_added_after)),
   inspect: async (record, host) => {
@@ -3301,6 +3333,19 @@ function writeUnits(files: readonly UnitFile[]): void {
   }
 }
 
+/** True where a unit of a record's name starts another project's loop. */
+function isOthersService({ script, files }: ScheduleRecord): boolean {
+  const service = files.find((path) => path.endsWith(".service"));
+  return service !== undefined && holdsOther(service, `${renderExecStart(script)}\n`);
+}
+
+/** True where the link is there that systemd makes for a timer that is enabled. */
+function isTimerEnabled({ unit, files }: ScheduleRecord): boolean {
+  return files.some((path) =>
+    isAnythingAt(join(dirname(path), "timers.target.wants", `${unit}.timer`))
+  );
+}
+
 const SYSTEMD_DRIVER: SchedulerDriver = {
   nameUnit: (loop) => `automaton-loop-${loop}`,
   render: (job, host) => {
@@ -3324,18 +3369,28 @@ const SYSTEMD_DRIVER: SchedulerDriver = {
     return {};
   },
   pause: ({ unit }, host) => runScheduler(host, systemctl("disable", "--now", `${unit}.timer`)),
-  resume: ({ unit }, host) => runScheduler(host, systemctl("enable", "--now", `${unit}.timer`)),
-  remove: async ({ unit, files }, host) => {
+  resume: async ({ unit }, host) => {
+    await runScheduler(host, systemctl("enable", "--now", `${unit}.timer`));
+    return {};
+  },
+  remove: async (record, host) => {
+    const { unit, files } = record;
+    if (isOthersService(record)) return;
     if (files.some((path) => existsSync(path))) {
-      await runScheduler(host, systemctl("disable", "--now", `${unit}.timer`));
+      const argv = systemctl("disable", "--now", `${unit}.timer`);
+      const outcome = await host.run(argv);
+      // A timer that never was enabled goes without systemd's word.
+      if (outcome.code !== 0 && isTimerEnabled(record)) throw makeSchedulerError(argv, outcome);
     }
     files.forEach(removeIfPresent);
     await runScheduler(host, systemctl("daemon-reload"));
     // Fails where the last tick did not: there is nothing to forget then.
     await host.run(systemctl("reset-failed", `${unit}.service`));
   },
-  inspect: async ({ unit, files }, host) => {
-    if (!files.every((path) => existsSync(path))) return "gone";
+  inspect: async (record, host) => {
+    const { unit, files } = record;
+    const isThere = files.every((path) => existsSync(path)) || isTimerEnabled(record);
+    if (!isThere || isOthersService(record)) return "gone";
     const { code } = await host.run(systemctl("is-active", "--quiet", `${unit}.timer`));
     // 3: there and not running; 4: no such unit; anything else: no answer (systemctl, 252).
     return code === 0 ? "active" : code === 3 ? "paused" : code === 4 ? "gone" : "unknown";
@@ -3345,8 +3400,10 @@ const SYSTEMD_DRIVER: SchedulerDriver = {
 /** The session that agents of this person belong to: the graphical one, else the background's. */
 async function findLaunchdDomain(host: SchedulerHost): Promise<string> {
   const gui = `gui/${host.uid}`;
-  const { code } = await host.run(["launchctl", "print", gui]);
-  return code === 0 ? gui : `user/${host.uid}`;
+  const argv = ["launchctl", "print", gui];
+  const outcome = await host.run(argv);
+  if (outcome.code === null) throw makeSchedulerError(argv, outcome);
+  return outcome.code === 0 ? gui : `user/${host.uid}`;
 }
 
 /** Asks again until an answer is right, for as long as any command of a scheduler may take. */
@@ -3389,6 +3446,15 @@ async function loadLaunchAgent(
 
 const disabledPath = (plist: string): string => `${plist}.disabled`;
 
+/** True where an agent of a record's name, also a paused one, starts another project's loop. */
+function isOthersAgent({ script, files }: ScheduleRecord): boolean {
+  const own = `<string>${escapeXml(script)}</string>`;
+  const there = files.flatMap((plist) => [plist, disabledPath(plist)]).filter((path) =>
+    existsSync(path)
+  );
+  return there.length > 0 && there.every((path) => holdsOther(path, own));
+}
+
 const LAUNCHD_DRIVER: SchedulerDriver = {
   nameUnit: (loop) => `com.automaton.loop.${loop}`,
   render: (job, host, domain = `gui/${host.uid}`) => [{
@@ -3423,13 +3489,23 @@ const LAUNCHD_DRIVER: SchedulerDriver = {
       `launchctl print ${domain}/${unit}`,
     );
   },
-  resume: async ({ unit, files }, host) => {
-    const [plist] = files;
-    if (existsSync(disabledPath(plist!))) Deno.renameSync(disabledPath(plist!), plist!);
+  resume: async ({ unit, files, domain: before }, host) => {
+    const plist = files[0]!;
+    if (existsSync(disabledPath(plist))) Deno.renameSync(disabledPath(plist), plist);
     const domain = await findLaunchdDomain(host);
-    await loadLaunchAgent(host, { domain, label: unit, plist: plist! });
+    const text = readTextIfPresent(plist);
+    if (domain !== before && text !== null) {
+      writeFileAtomic(plist, moveLaunchAgent(text, domain));
+      // In the session before nothing of it is to stay, its pause neither. Both fail where it has ended.
+      await host.run(["launchctl", "bootout", `${before}/${unit}`]);
+      await host.run(["launchctl", "enable", `${before}/${unit}`]);
+    }
+    await loadLaunchAgent(host, { domain, label: unit, plist });
+    return { domain };
   },
-  remove: async ({ unit, files, domain }, host) => {
+  remove: async (record, host) => {
+    const { unit, files, domain } = record;
+    if (isOthersAgent(record)) return;
     const print = ["launchctl", "print", `${domain}/${unit}`];
     await host.run(["launchctl", "bootout", `${domain}/${unit}`]); // Fails where none is loaded.
     const outcome = await pollScheduler(host, print, (code) => code === LAUNCHD_NOT_LOADED);
@@ -3444,8 +3520,10 @@ const LAUNCHD_DRIVER: SchedulerDriver = {
     // Forgets a pause, or the label would stay disabled for whoever uses it next.
     await host.run(["launchctl", "enable", `${domain}/${unit}`]);
   },
-  inspect: async ({ unit, files, domain }, host) => {
+  inspect: async (record, host) => {
+    const { unit, files, domain } = record;
     const [plist] = files;
+    if (isOthersAgent(record)) return "gone";
     if (!existsSync(plist!)) return existsSync(disabledPath(plist!)) ? "paused" : "gone";
     const { code } = await host.run(["launchctl", "print", `${domain}/${unit}`]);
     return code === 0 ? "active" : code === LAUNCHD_NOT_LOADED ? "paused" : "unknown";
@@ -3464,6 +3542,13 @@ const schtasks = (verb: string, unit: string, ...words: string[]): string[] => [
 function readTaskText(stdout: Uint8Array): string {
   const isWide = stdout[0] === 0xff || stdout[1] === 0;
   return new TextDecoder(isWide ? "utf-16le" : "utf-8").decode(stdout);
+}
+
+/** True where a task works in another project; only plain paths come back just as they were written. */
+function isOthersTask(xml: string, { log }: ScheduleRecord): boolean {
+  const project = resolve(dirname(log), "..", "..", "..");
+  if (!/^[\w\\/:. -]+$/.test(project)) return false;
+  return !xml.includes(`<WorkingDirectory>${project}</WorkingDirectory>`);
 }
 
 const SCHTASKS_DRIVER: SchedulerDriver = {
@@ -3486,16 +3571,25 @@ const SCHTASKS_DRIVER: SchedulerDriver = {
     return {};
   },
   pause: ({ unit }, host) => runScheduler(host, schtasks("change", unit, "/disable")),
-  resume: ({ unit }, host) => runScheduler(host, schtasks("change", unit, "/enable")),
-  remove: async (record, host) => {
-    if (await SCHTASKS_DRIVER.inspect(record, host) === "gone") return;
-    await runScheduler(host, schtasks("delete", record.unit, "/f"));
+  resume: async ({ unit }, host) => {
+    await runScheduler(host, schtasks("change", unit, "/enable"));
+    return {};
   },
-  inspect: async ({ unit }, host) => {
-    const { code, stdout } = await host.run(schtasks("query", unit, "/xml"));
+  remove: async (record, host) => {
+    const { code, stdout } = await host.run(schtasks("query", record.unit, "/xml"));
+    if (code === 0 && isOthersTask(readTaskText(stdout), record)) return;
+    const argv = schtasks("delete", record.unit, "/f");
+    const outcome = await host.run(argv);
+    // Its exit code does not tell a task that is not there from one that stays.
+    if (outcome.code === 0 || await SCHTASKS_DRIVER.inspect(record, host) === "gone") return;
+    throw makeSchedulerError(argv, outcome);
+  },
+  inspect: async (record, host) => {
+    const { code, stdout } = await host.run(schtasks("query", record.unit, "/xml"));
     if (code === null) return "unknown";
-    if (code !== 0) return "gone";
-    const settings = /<Settings>[^]*<\/Settings>/.exec(readTaskText(stdout))?.[0] ?? "";
+    const text = readTaskText(stdout);
+    if (code !== 0 || isOthersTask(text, record)) return "gone";
+    const settings = /<Settings>[^]*<\/Settings>/.exec(text)?.[0] ?? "";
     return settings.includes("<Enabled>false</Enabled>") ? "paused" : "active";
   },
 };
@@ -3579,6 +3673,7 @@ const SCHEDULE_RULES: readonly FieldRule[] = [
   ["installed_at", "a time", isTimeOrNull, "required"],
   ["paused", "true or false", (v) => typeof v === "boolean", "required"],
   ["domain", "a text", isText],
+  ["replaces", "a record", isRecord],
   ["newline_added_after", "a text", isText],
 ];
 
@@ -3587,11 +3682,29 @@ function readSchedule(dir: string): ScheduleRecord | null {
   const path = schedulePath(dir);
   const text = readTextIfPresent(path);
   if (text === null) return null;
+  try {
+    const record = parseSchedule(text, path);
+    return isCopiedRecord(record, dir) ? null : record;
+  } catch (error) {
+    if (!(error instanceof SyntaxError || error instanceof TypeError)) throw error;
+    throw new RefusedError(error.message, hintForRecord(dir));
+  }
+}
+
+function parseSchedule(text: string, path: string): ScheduleRecord {
   const parsed = parseJsonText(text, path);
   checkSchemaVersion(parsed, path);
-  checkFields(parsed, SCHEDULE_RULES, path);
-  const record = parsed as unknown as ScheduleRecord;
-  return isCopiedRecord(record, dir) ? null : record;
+  let each: unknown = parsed;
+  while (each !== undefined) {
+    checkFields(each, SCHEDULE_RULES, path);
+    each = each.replaces;
+  }
+  return parsed as unknown as ScheduleRecord;
+}
+
+/** What a person does about a record that cannot be read: the next installation finds the unit again. */
+function hintForRecord(dir: string): string {
+  return `remove ${schedulePath(dir)}, then status --install-schedule ${basename(dir)}`;
 }
 
 /** True for a record that came along when a project was copied: it is still another loop's. */
@@ -3601,13 +3714,20 @@ function isCopiedRecord({ log }: ScheduleRecord, dir: string): boolean {
   return Deno.realPathSync(origin) !== Deno.realPathSync(dir);
 }
 
-/** The same for lists and reports, which a damaged record must not end. */
-function viewSchedule(dir: string): ScheduleRecord | null {
+/** A loop and the record of its schedule, read once. */
+interface ScheduledLoop {
+  readonly view: LoopView;
+  readonly record: ScheduleRecord | null;
+  /** Why there is no record although there is a file of it. */
+  readonly problem: string | null;
+}
+
+/** Reads a record for lists and reports, which a damaged one must not end. */
+function viewSchedule(view: LoopView): ScheduledLoop {
   try {
-    return readSchedule(dir);
+    return { view, record: readSchedule(view.dir), problem: null };
   } catch (error) {
-    console.error(`warning: ${(error as Error).message}`);
-    return null;
+    return { view, record: null, problem: (error as Error).message };
   }
 }
 
@@ -3776,15 +3896,8 @@ async function shortHash(text: string): Promise<string> {
 }
 
 /** The unit that a loop has, or gets: its plain name unless another project's loop has taken it. */
-async function nameUnit(
-  job: ScheduleJob,
-  { scheduler, host, before }: {
-    scheduler: Scheduler;
-    host: SchedulerHost;
-    before: ScheduleRecord | null;
-  },
-): Promise<string> {
-  if (before?.scheduler === scheduler && before.script === job.script) return before.unit;
+async function nameUnit({ job, scheduler, host, found }: Installation): Promise<string> {
+  if (found?.scheduler === scheduler && found.script === job.script) return found.unit;
   const driver = DRIVERS[scheduler];
   const unit = driver.nameUnit(job.loop);
   if (!(await driver.isTaken({ ...job, unit }, host))) return unit;
@@ -3859,15 +3972,22 @@ async function runInstallSchedule(invocation: Invocation): Promise<Answer> {
     );
   }
   const intervalS = readScheduleInterval(invocation, config, loop);
-  const before = readSchedule(dir);
-  const { scheduler, host } = await findScheduler(dir, wanted as Scheduler | null, before);
-  const plan = planSchedule(intervalS, scheduler);
-  const draft = makeJob(invocation, { loop, dir, config, plan });
-  const job = { ...draft, unit: await nameUnit(draft, { scheduler, host, before }) };
-  if (isDryRun) return printUnits(job, scheduler, host);
-  return await withLoopLock(invocation, loop, () => {
+  const prepare = async (): Promise<Installation> => {
+    const found = readSchedule(dir);
+    const { scheduler, host } = await findScheduler(dir, wanted as Scheduler | null, found);
+    const plan = planSchedule(intervalS, scheduler);
+    const job = makeJob(invocation, { loop, dir, config, plan });
     const agents = resolveAgents(invocation, { dir, config, path: job.path });
-    return installSchedule(invocation, { job, scheduler, host, dir, agents });
+    return { job, scheduler, host, dir, agents, found };
+  };
+  if (isDryRun) {
+    const draft = await prepare();
+    const job = { ...draft.job, unit: await nameUnit(draft) };
+    return printUnits(job, draft.scheduler, draft.host);
+  }
+  return await withLoopLock(invocation, loop, async () => {
+    const state = await loadLoopState(invocation, dir);
+    return await installSchedule(state, await prepare());
   });
 }
 
@@ -3940,61 +4060,85 @@ function answerDryRun(
   return { json, text: texts.join("\n").trimEnd() };
 }
 
-/** Writes the script, has the scheduler start it, and proves that it will. */
-async function installSchedule(
-  invocation: Invocation,
-  { job, scheduler, host, dir, agents }: {
-    job: ScheduleJob;
-    scheduler: Scheduler;
-    host: SchedulerHost;
-    dir: string;
-    agents: ReadonlyMap<string, string | null>;
-  },
-): Promise<Answer> {
-  const state = await loadLoopState(invocation, dir);
-  let record = makeRecord(job, { scheduler, host, agents });
-  const found = readSchedule(dir);
-  const before = found !== null && isSameUnit(found, record) ? found : null;
-  if (before?.newline_added_after !== undefined) {
-    record = { ...record, newline_added_after: before.newline_added_after };
-  }
-  if (found !== null && before === null) await removeUnits(found, host);
-  const scriptBefore = readTextIfPresent(job.script);
-  if (scheduler !== "schtasks") writeTickScript(job.script, renderTickScript(job));
-  // Before the unit: what is cut short here is found again and taken away by --uninstall-schedule.
-  saveSchedule(dir, record);
-  try {
-    record = { ...record, ...await DRIVERS[scheduler].install(job, host) };
-  } catch (error) {
-    if (before === null) await undoInstall(record, host, dir);
-    else {
-      saveSchedule(dir, before);
-      if (scriptBefore !== null) writeTickScript(job.script, scriptBefore);
-    }
-    throw error;
-  }
-  saveSchedule(dir, record);
+/** What is to be installed, and where; the job's unit has its plain name. */
+interface Installation {
+  readonly job: ScheduleJob;
+  readonly scheduler: Scheduler;
+  readonly host: SchedulerHost;
+  readonly dir: string;
+  readonly agents: ReadonlyMap<string, string | null>;
+  /** What is recorded before. */
+  readonly found: ScheduleRecord | null;
+}
+
+/** Writes the script, has the scheduler start it, proves that it will, and takes away what was before. */
+async function installSchedule(state: LoopState, draft: Installation): Promise<Answer> {
+  const { scheduler, host, dir, agents } = draft;
+  // cron takes the lock itself: there no unit's name can be taken.
+  let { job, record } = scheduler === "cron"
+    ? await placeUnit(draft)
+    : await withHomeLock(host, () => placeUnit(draft));
   logEvent(dir, "INFO", "SCHEDULED", { scheduler, interval_seconds: job.plan.intervalS });
+  const warnings = await listScheduleWarnings(scheduler, job, host);
+  const { replaces, ...rest } = record;
+  try {
+    if (replaces !== undefined) await removeUnits(replaces, host);
+    record = rest;
+  } catch (error) {
+    warnings.push(
+      `the schedule before stays (${replaces!.scheduler}): ${(error as Error).message}`,
+    );
+  }
+  saveSchedule(dir, record);
   if (state.status !== "running") {
     await DRIVERS[scheduler].pause(record, host, true);
     record = { ...record, paused: true };
     saveSchedule(dir, record);
   }
-  const warnings = await listScheduleWarnings(scheduler, job, host);
   return answerInstalled(job, { record, state, agents, warnings });
 }
 
+/** Names the unit and has the scheduler take it; where that fails all is as it was. */
+async function placeUnit(
+  draft: Installation,
+): Promise<{ job: ScheduleJob; record: ScheduleRecord }> {
+  const { scheduler, host, dir, found } = draft;
+  const job = { ...draft.job, unit: await nameUnit(draft) };
+  if (scheduler === "schtasks") {
+    const argv = schtasks("query", job.unit);
+    const outcome = await host.run(argv);
+    // Without any answer nothing could be taken back either.
+    if (outcome.code === null) throw makeSchedulerError(argv, outcome);
+  }
+  const record = await makeRecord(job, draft);
+  const before = new Map(
+    [job.script, ...record.files, ...record.files.map(disabledPath)]
+      .map((path) => [path, readTextIfPresent(path)]),
+  );
+  if (scheduler !== "schtasks") writeTickScript(job.script, renderTickScript(job));
+  // Before the unit: what is cut short here is found again and taken away by --uninstall-schedule.
+  saveSchedule(dir, record);
+  try {
+    const installed = { ...record, ...await DRIVERS[scheduler].install(job, host) };
+    saveSchedule(dir, installed);
+    return { job, record: installed };
+  } catch (error) {
+    await undoInstall({ record, found, before, host, dir, error });
+    throw error;
+  }
+}
+
 /** @throws {RefusedError} Where a unit cannot be rendered; nothing has been changed then. */
-function makeRecord(
+async function makeRecord(
   job: ScheduleJob,
-  { scheduler, host, agents }: {
-    scheduler: Scheduler;
-    host: SchedulerHost;
-    agents: ReadonlyMap<string, string | null>;
-  },
-): ScheduleRecord {
+  { scheduler, host, agents, found }: Installation,
+): Promise<ScheduleRecord> {
   const rendered = DRIVERS[scheduler].render(job, host);
   const files = rendered.map(({ path }) => path).filter(isAbsolute);
+  const newline = scheduler === "cron" ? found?.newline_added_after : undefined;
+  const replaces = found !== null && isSameUnit(found, { ...job, scheduler })
+    ? found.replaces
+    : found ?? undefined;
   return {
     schema_version: 1,
     scheduler,
@@ -4011,6 +4155,9 @@ function makeRecord(
     agent: [...agents.values()][0] ?? null,
     installed_at: new Date().toISOString(),
     paused: false,
+    ...(scheduler === "launchd" ? { domain: await findLaunchdDomain(host) } : {}),
+    ...(newline === undefined ? {} : { newline_added_after: newline }),
+    ...(replaces === undefined ? {} : { replaces }),
   };
 }
 
@@ -4019,29 +4166,72 @@ function writeTickScript(path: string, text: string): void {
   Deno.chmodSync(path, 0o755);
 }
 
-const isSameUnit = (a: ScheduleRecord, b: ScheduleRecord): boolean =>
+type UnitName = Pick<ScheduleRecord, "scheduler" | "unit" | "script">;
+
+const isSameUnit = (a: UnitName, b: UnitName): boolean =>
   a.scheduler === b.scheduler && a.unit === b.unit && a.script === b.script;
 
 /** Takes back an installation that failed; what cannot be taken back stays recorded. */
-async function undoInstall(
+async function undoInstall({ record, found, before, host, dir, error }: {
+  record: ScheduleRecord;
+  found: ScheduleRecord | null;
+  /** The texts of the script and the files; null for what was not there. */
+  before: ReadonlyMap<string, string | null>;
+  host: SchedulerHost;
+  dir: string;
+  error: unknown;
+}): Promise<void> {
+  try {
+    const isChange = found !== null && isSameUnit(found, record);
+    if (!isChange && !(await isTakenBack(record, host, error))) {
+      const again = `status --uninstall-schedule ${basename(dir)}`;
+      throw new Error(`${record.scheduler} may still have ${record.unit}; ${again} tries again`);
+    }
+    for (const [path, text] of before) {
+      if (text === null) removeIfPresent(path);
+      else writeFileAtomic(path, text);
+    }
+    if (existsSync(record.script)) Deno.chmodSync(record.script, 0o755);
+    if (found === null) removeIfPresent(schedulePath(dir));
+    else saveSchedule(dir, found);
+    if (isChange) await restoreUnit(found, host);
+  } catch (problem) {
+    console.error(`warning: Cannot take back the schedule: ${(problem as Error).message}`);
+  }
+}
+
+/** Takes away what an installation that failed has made; false where some of it may be there yet. */
+async function isTakenBack(
   record: ScheduleRecord,
   host: SchedulerHost,
-  dir: string,
-): Promise<void> {
-  try {
-    record.files.forEach(removeIfPresent);
-    // Both fail where there is nothing to take back.
-    if (record.scheduler === "systemd") await host.run(systemctl("daemon-reload"));
-    if (record.scheduler === "launchd") {
-      for (const domain of ["gui", "user"]) {
-        await host.run(["launchctl", "bootout", `${domain}/${host.uid}/${record.unit}`]);
-      }
-    }
-    removeIfPresent(record.script);
-    removeIfPresent(schedulePath(dir));
-  } catch (error) {
-    console.error(`warning: Cannot take back the schedule: ${(error as Error).message}`);
+  error: unknown,
+): Promise<boolean> {
+  const driver = DRIVERS[record.scheduler];
+  if (record.scheduler === "cron") {
+    // Nobody writes a crontab again that could not be put back.
+    return !(error instanceof CrontabLostError) || await driver.inspect(record, host) === "gone";
   }
+  try {
+    await driver.remove(record, host);
+  } catch {
+    // What is left of it is what counts.
+  }
+  return await driver.inspect(record, host) === "gone";
+}
+
+/** Has a scheduler take a unit as it was, once its files are; cron and Windows change all or nothing. */
+async function restoreUnit(record: ScheduleRecord, host: SchedulerHost): Promise<void> {
+  const { scheduler, unit, paused } = record;
+  if (scheduler === "systemd") {
+    const verb = paused ? "stop" : "restart";
+    for (const words of [["daemon-reload"], [paused ? "disable" : "enable", `${unit}.timer`]]) {
+      await host.run(systemctl(...words)); // Where it fails systemd has the unit as it was.
+    }
+    await runScheduler(host, systemctl(verb, `${unit}.timer`));
+  }
+  if (scheduler !== "launchd") return;
+  if (paused) await LAUNCHD_DRIVER.pause(record, host, true);
+  else await LAUNCHD_DRIVER.resume(record, host);
 }
 
 function answerInstalled(
@@ -4081,8 +4271,9 @@ function answerInstalled(
   };
 }
 
-/** Takes a loop's unit away from its scheduler; the script and the record stay. */
+/** Takes a loop's unit away from its scheduler, and what it replaces; the script and the record stay. */
 async function removeUnits(record: ScheduleRecord, host: SchedulerHost): Promise<void> {
+  if (record.replaces !== undefined) await removeUnits(record.replaces, host);
   await DRIVERS[record.scheduler].remove(record, host);
 }
 
@@ -4139,10 +4330,20 @@ async function switchSchedule(
   try {
     const record = readSchedule(dir);
     if (record === null || (to === "pause" && record.paused)) return;
-    const driver = DRIVERS[record.scheduler];
-    if (to === "pause") await driver.pause(record, makeHost(dir), mayEndTick);
-    else await driver.resume(record, makeHost(dir));
-    saveSchedule(dir, { ...record, paused: to === "pause" });
+    const [driver, host] = [DRIVERS[record.scheduler], makeHost(dir)];
+    if (to === "pause") {
+      await driver.pause(record, host, mayEndTick);
+      saveSchedule(dir, { ...record, paused: true });
+      return;
+    }
+    const resumed = { ...record, ...await driver.resume(record, host), paused: false };
+    saveSchedule(dir, resumed);
+    const presence = await driver.inspect(resumed, host);
+    if (presence === "active" || presence === "unknown") return;
+    const found = presence === "gone" ? "does not know it any more" : "has it disabled";
+    throw new Error(
+      `${record.scheduler} ${found}; status --install-schedule ${basename(dir)} makes it anew`,
+    );
   } catch (error) {
     const message = `Cannot ${to} the schedule: ${(error as Error).message}`;
     logEvent(dir, "WARNING", "WARNING", { message });
@@ -4151,23 +4352,22 @@ async function switchSchedule(
 }
 
 /** What a list of loops says about a schedule; null where there is none. */
-function summarizeSchedule(dir: string): Record<string, unknown> | null {
-  const record = viewSchedule(dir);
+function summarizeSchedule(record: ScheduleRecord | null): Record<string, unknown> | null {
   if (record === null) return null;
   const { scheduler, interval_seconds, exact, period_seconds, unit, paused } = record;
   return { scheduler, interval_seconds, exact, period_seconds, unit, paused };
 }
 
-function describeSchedule(dir: string): string {
-  const record = viewSchedule(dir);
-  if (record === null) return "-";
+function describeSchedule(record: ScheduleRecord): string {
   const interval = describeInterval(record.interval_seconds);
   return `${interval} (${record.paused ? "paused, " : ""}${record.scheduler})`;
 }
 
 /** What the audit says where a schedule is recorded that its scheduler does not know any more. */
-async function findLostSchedule(dir: string): Promise<string | null> {
-  const record = viewSchedule(dir);
+async function findLostSchedule(
+  record: ScheduleRecord | null,
+  dir: string,
+): Promise<string | null> {
   if (record === null) return null;
   const presence = await DRIVERS[record.scheduler].inspect(record, makeHost(dir));
   return presence === "gone" ? `${record.scheduler} does not know ${record.unit} any more` : null;
@@ -5089,15 +5289,18 @@ function refuseClaim(project: string, loop: string, task: TaskState): RefusedErr
 }
 
 function runLoopList(invocation: Invocation): Answer {
-  const loops = listLoops(invocation.project).map((view): LoopView =>
-    view.state === null ? view : { ...view, state: countPauseRequest(view.dir, view.state) }
+  const loops = listLoops(invocation.project).map((view) =>
+    viewSchedule(
+      view.state === null ? view : { ...view, state: countPauseRequest(view.dir, view.state) },
+    )
   );
+  for (const { problem } of loops) if (problem !== null) console.error(`warning: ${problem}`);
   const json = { loops: loops.map(describeLoop) };
   if (loops.length === 0) {
     return { json, text: "no loops", hint: "status --create-loop NAME --from-template TEMPLATE" };
   }
-  const rows = loops.map((view) => {
-    const { name, dir, state } = view;
+  const rows = loops.map(({ view, record, problem }) => {
+    const { name, state } = view;
     if (state === null) return [name, "broken", "-", "-", "-", "-", view.problem];
     const scores = state.score_history.map((score) => score.toFixed(2)).join(" ");
     const wake = lastWake(view);
@@ -5107,7 +5310,7 @@ function runLoopList(invocation: Invocation): Answer {
       `${state.iteration_count}`,
       scores || "-",
       state.current_task ?? "-",
-      describeSchedule(dir),
+      problem !== null ? "broken" : record === null ? "-" : describeSchedule(record),
       wake === null ? "never" : describeAge(Date.now() - wake),
     ];
   });
@@ -5116,21 +5319,24 @@ function runLoopList(invocation: Invocation): Answer {
 }
 
 /** What the audit says about each loop. */
-function summarizeLoop({ name, dir, state }: LoopView): Record<string, unknown> {
+function summarizeLoop(
+  { view: { name, state }, record }: ScheduledLoop,
+): Record<string, unknown> {
   return {
     name,
     status: state?.status ?? null,
     halt_reason: state?.halt_reason ?? null,
     iteration_count: state?.iteration_count ?? null,
     last_tick_at: state?.last_tick_at ?? null,
-    schedule: summarizeSchedule(dir),
+    schedule: summarizeSchedule(record),
   };
 }
 
-function describeLoop(view: LoopView): Record<string, unknown> {
+function describeLoop(loop: ScheduledLoop): Record<string, unknown> {
+  const { view } = loop;
   const wake = lastWake(view);
   return {
-    ...summarizeLoop(view),
+    ...summarizeLoop(loop),
     current_task: view.state?.current_task ?? null,
     resumed_count: view.state?.resumed_count ?? null,
     score_history: view.state?.score_history ?? [],
@@ -5257,7 +5463,8 @@ async function runAudit(invocation: Invocation): Promise<Answer> {
   const tasks = auditTasks(project, days);
   const loops = listLoops(project);
   const findings = [...tasks.findings, ...auditOwnership(project, loops)];
-  for (const view of loops) findings.push(...await auditLoop(project, view));
+  const schedules = loops.map(viewSchedule);
+  for (const loop of schedules) findings.push(...await auditLoop(project, loop));
   const violations = findings.map(({ category, message, task, loop }): Violation => ({
     category,
     severity: CATEGORIES[category].severity,
@@ -5269,7 +5476,7 @@ async function runAudit(invocation: Invocation): Promise<Answer> {
   const { total, untracked } = tasks;
   const json = {
     violations,
-    loops: loops.map(summarizeLoop),
+    loops: schedules.map(summarizeLoop),
     total_tasks: total,
     untracked_tasks: untracked,
   };
@@ -5421,18 +5628,22 @@ function readConfigOrNull(dir: string): LoopConfig | null {
 }
 
 /** Findings about one loop: its state, its files, its scope. Messages are the same until it changes. */
-async function auditLoop(project: string, view: LoopView): Promise<Finding[]> {
+async function auditLoop(
+  project: string,
+  { view, record, problem }: ScheduledLoop,
+): Promise<Finding[]> {
   const { name, dir, state } = view;
   const findings: Finding[] = [];
   const add = (category: Violation["category"], problem: string) => {
     findings.push({ category, loop: name, message: `loop ${name} ${problem}` });
   };
   if (state === null) add(1, `has a broken state: ${view.problem}`);
-  const lost = await findLostSchedule(dir);
+  if (problem !== null) add(6, `has a broken schedule: ${problem}`);
+  const lost = await findLostSchedule(record, dir);
   if (lost !== null) add(6, `has no schedule: ${lost}`);
   try {
     const config = readLoopConfig(dir);
-    if (state?.status === "running" && isOverdue(view, config)) {
+    if (state?.status === "running" && isOverdue(view, config, record)) {
       add(6, "has not ticked for more than three intervals");
     }
     const outside = state === null ? [] : await listOutOfScope(project, state, config);
@@ -5460,8 +5671,12 @@ function measureFile(path: string): number {
   }
 }
 
-function isOverdue(view: LoopView, { schedule }: LoopConfig): boolean {
-  const intervalMs = 1000 * (viewSchedule(view.dir)?.interval_seconds ??
+function isOverdue(
+  view: LoopView,
+  { schedule }: LoopConfig,
+  record: ScheduleRecord | null,
+): boolean {
+  const intervalMs = 1000 * (record?.interval_seconds ??
     schedule?.interval_seconds ?? LOOP_DEFAULTS.intervalSeconds);
   const wake = lastWake(view);
   return wake !== null && Date.now() - wake > 3 * intervalMs;
@@ -5572,11 +5787,7 @@ async function checkProgram(
 }
 
 /** A loop with its schedule, as the doctor looks at both. */
-interface LoopToCheck {
-  readonly view: LoopView;
-  readonly record: ScheduleRecord | null;
-  /** Why there is no record although there is a file of it. */
-  readonly problem: string | null;
+interface LoopToCheck extends ScheduledLoop {
   /** Whether it is meant to tick by itself: then what is missing is a failure. */
   readonly isLive: boolean;
 }
@@ -5659,10 +5870,7 @@ async function checkLoop(
   const { name, dir, state } = view;
   const label = `loop ${name}`;
   if (state === null) return [complaint(label, true, view.problem, "status --audit")];
-  if (problem !== null) {
-    const hint = `remove ${schedulePath(dir)}, then status --install-schedule ${name}`;
-    return [complaint(label, true, problem, hint)];
-  }
+  if (problem !== null) return [complaint(label, true, problem, hintForRecord(dir))];
   const checks = [await checkSchedule(view, record, isLive)];
   let config: LoopConfig;
   try {
@@ -5694,7 +5902,7 @@ async function checkSchedule(
   const again = `status --install-schedule ${name}`;
   const status = describeStatus(state!);
   if (record === null) return healthy(label, `${status}, no schedule`);
-  const words = `${status}, ${describeSchedule(dir)}`;
+  const words = `${status}, ${describeSchedule(record)}`;
   const started = record.scheduler === "schtasks" ? record.runner[0]! : record.script;
   const missing = [started, record.runner[0]!].find((path) => !existsSync(path));
   if (missing !== undefined) {
@@ -5831,13 +6039,8 @@ function renderDiagnosis(checks: readonly DoctorCheck[]): string {
 }
 
 function readLoopToCheck(view: LoopView): LoopToCheck {
-  try {
-    const record = readSchedule(view.dir);
-    const isLive = record !== null && view.state?.status === "running";
-    return { view, record, problem: null, isLive };
-  } catch (error) {
-    return { view, record: null, problem: (error as Error).message, isLive: false };
-  }
+  const loop = viewSchedule(view);
+  return { ...loop, isLive: loop.record !== null && view.state?.status === "running" };
 }
 
 async function runDoctor(invocation: Invocation): Promise<Answer> {

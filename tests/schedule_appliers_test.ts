@@ -1,6 +1,6 @@
 /** status and the schedulers of systemd, macOS and Windows, with stand-ins that answer as those do. */
 import { assert, assertEquals, assertMatch, assertStringIncludes } from "@std/assert";
-import { existsSync } from "@std/fs";
+import { copySync, existsSync } from "@std/fs";
 import { join } from "@std/path";
 import {
   holdLock,
@@ -167,6 +167,175 @@ Deno.test({
       await refuse(scratch, ["--install-schedule=night"], new RegExp(`: no ${verb}`), { env });
       assertEquals(existsSync(join(loopDir(scratch, "night"), "schedule.json")), false);
       assertEquals([...Deno.readDirSync(unitPath(scratch, "."))], []);
+      assertEquals(enabled(fakes), []);
+    }
+  },
+});
+
+Deno.test({
+  name: "what an installation that failed cannot take back stays recorded, and goes later",
+  ignore,
+  fn: async (t) => {
+    const cases = [
+      ["linux", "systemctl", '[ "$2" != restart ] && [ "$2" != disable ] || exit 1'],
+      ["windows", "schtasks", '[ "$1 $4" != "/query " ] && [ "$1" != /delete ] || exit 1'],
+    ] as const;
+    for (const [platform, name, script] of cases) {
+      await t.step(name, async () => {
+        using scratch = makeScratch();
+        const machine = makeMachine(scratch, platform, name);
+        const { fakes, env, run } = machine;
+        fakes.tell(name, script);
+        const { code, stderr } = await status(scratch, ["--install-schedule=night"], { env });
+        assertEquals(code, 1);
+        assertMatch(
+          stderr,
+          /^warning: .* may still have .*--uninstall-schedule night tries again$/m,
+        );
+        assertMatch(`${record(machine).unit}`, /night$/);
+        fakes.tell(name, null);
+        assertEquals((await run("--uninstall-schedule=night")).removed, true);
+        const left = [
+          ...Deno.readDirSync(join(fakes.dir, name === "schtasks" ? "tasks" : "enabled")),
+        ];
+        assertEquals(left, []);
+        assert(!existsSync(join(loopDir(scratch, "night"), "automaton-loop-tick.sh")));
+      });
+    }
+  },
+});
+
+Deno.test({
+  name: "a task that Windows made and does not show is taken away again",
+  ignore,
+  fn: async () => {
+    using scratch = makeScratch();
+    const { fakes, env } = makeMachine(scratch, "windows", "schtasks");
+    fakes.tell("schtasks", '[ "$1" != /query ] || exit 1');
+    await refuse(scratch, ["--install-schedule=night"], /exit code 1/, { env });
+    assertEquals([...Deno.readDirSync(join(fakes.dir, "tasks"))], []);
+    assert(!existsSync(join(loopDir(scratch, "night"), "schedule.json")));
+  },
+});
+
+Deno.test({
+  name: "units whose change fails are as they were, and so is what the scheduler does",
+  ignore,
+  fn: async (t) => {
+    await t.step("systemd", async () => {
+      using scratch = makeScratch();
+      const machine = makeMachine(scratch, "linux", "systemctl");
+      const { fakes, env, run } = machine;
+      await run("--install-schedule=night", "--interval=3600");
+      const [units, before] = [snapshot(scratch.home), record(machine)];
+      for (const verb of ["daemon-reload", "is-active"]) {
+        fakes.tell("systemctl", `[ "$2" != ${verb} ] || exit 1`);
+        const change = ["--install-schedule=night", "--interval=900"];
+        await refuse(scratch, change, /exit code 1/, { env });
+        assertEquals([snapshot(scratch.home), record(machine)], [units, before], verb);
+      }
+      fakes.tell("systemctl", null);
+      await run("--pause-loop=night");
+      fakes.tell("systemctl", '[ "$2" != is-active ] || exit 1');
+      await refuse(scratch, ["--install-schedule=night"], /exit code 1/, { env });
+      assertEquals([enabled(fakes), record(machine).paused], [[], true]);
+    });
+    await t.step("launchd", async () => {
+      using scratch = makeScratch();
+      const machine = makeMac(scratch);
+      const { fakes, env, run } = machine;
+      await run("--install-schedule=night", "--interval=3600");
+      const [units, before] = [snapshot(scratch.home), record(machine)];
+      fakes.tell(
+        "launchctl",
+        '[ "$1" != bootstrap ] || [ -f "$FAKE_DIR/once" ] || { : >"$FAKE_DIR/once"; exit 36; }',
+      );
+      const change = ["--install-schedule=night", "--interval=900"];
+      await refuse(scratch, change, /exit code 36/, { env });
+      assertEquals([snapshot(scratch.home), record(machine)], [units, before]);
+      assertEquals(readLines(fakes, "loaded"), [SERVICE]);
+    });
+  },
+});
+
+/** A second project with a loop of the same name, and its commands. */
+function copyProject({ scratch, run }: Machine): (...args: string[]) => Promise<Json> {
+  const other = join(scratch.dir, "other");
+  copySync(scratch.project, other);
+  return (...args) => run(...args, `--project=${other}`);
+}
+
+Deno.test({
+  name: "a unit's name that is taken while its loop waits for its lock is not used",
+  ignore,
+  fn: async () => {
+    using scratch = makeScratch();
+    const machine = makeMachine(scratch, "linux", "systemctl");
+    const { fakes, run } = machine;
+    const inOther = copyProject(machine);
+    const lock = holdLock(join(loopDir(scratch, "night"), ".state.lock"));
+    const first = run("--install-schedule=night");
+    // A command that was started later and waits for nothing is refused: the first one is waiting by now.
+    await refuse(scratch, ["--resume-loop=night", "--lock-timeout=0"], /another command/);
+    const second = await inOther("--install-schedule=night");
+    lock[Symbol.dispose]();
+    const units = [`${second.unit}.timer`, `${(await first).unit}.timer`];
+    assertEquals(units[0], "automaton-loop-night.timer");
+    assertEquals(enabled(fakes), units.sort());
+    await run("--uninstall-schedule=night");
+    assertEquals(enabled(fakes), ["automaton-loop-night.timer"]);
+    await inOther("--uninstall-schedule=night");
+    assertEquals(enabled(fakes), []);
+  },
+});
+
+Deno.test({
+  name: "of two loops of one name that are scheduled at once each gets a unit of its own",
+  ignore,
+  fn: async () => {
+    using scratch = makeScratch();
+    const machine = makeMachine(scratch, "windows", "schtasks");
+    const inOther = copyProject(machine);
+    machine.fakes.tell("schtasks", '[ "$1" != /create ] || sleep 0.5');
+    const told = await Promise.all(
+      [machine.run, inOther].map((run) => run("--install-schedule=night")),
+    );
+    const tasks = [...Deno.readDirSync(join(machine.fakes.dir, "tasks"))].map(({ name }) => name);
+    assertEquals(tasks.sort(), told.map(({ unit }) => `${unit}`).sort());
+  },
+});
+
+Deno.test({
+  name: "a unit that starts another project's loop is not this loop's, whatever its record says",
+  ignore,
+  fn: async (t) => {
+    const others: readonly (readonly [string, string, (scratch: Scratch) => [string, string]])[] = [
+      ["linux", "systemctl", (scratch) => [
+        unitPath(scratch, "automaton-loop-night.service"),
+        '[Service]\nExecStart=/bin/sh "/other/automaton-loop-tick.sh"\n',
+      ]],
+      ["darwin", "launchctl", (scratch) => [plistOf(scratch), "<string>/other/tick.sh</string>"]],
+      ["windows", "schtasks", ({ dir }) => [
+        join(dir, "fakes", "tasks", "AutomatonLoop_night"),
+        "<WorkingDirectory>/other</WorkingDirectory>",
+      ]],
+    ];
+    for (const [platform, name, write] of others) {
+      await t.step(name, async () => {
+        using scratch = makeScratch();
+        const { fakes, run } = makeMachine(scratch, platform, name);
+        await run("--install-schedule=night");
+        const [path, text] = write(scratch);
+        writeFile(path, text);
+        fakes.tell(
+          "schtasks",
+          '[ "$1 $4" != "/query /xml" ] || { cat "$FAKE_DIR/tasks/$3"; exit; }',
+        );
+        const { violations } = await run("--audit");
+        assertMatch(JSON.stringify(violations), /does not know .*night any more/);
+        await run("--uninstall-schedule=night");
+        assertEquals(Deno.readTextFileSync(path), text);
+      });
     }
   },
 });
@@ -289,6 +458,38 @@ Deno.test({
     assertEquals(domain, `user/${UID}`);
     assertStringIncludes(Deno.readTextFileSync(plistOf(scratch)), "LimitLoadToSessionType");
     assertEquals(readLines(machine.fakes, "loaded"), [`user/${UID}/com.automaton.loop.night`]);
+  },
+});
+
+Deno.test({
+  name: "an agent follows its person from one session to another, and goes from there",
+  ignore,
+  fn: async () => {
+    using scratch = makeScratch();
+    const machine = makeMac(scratch);
+    const { fakes, run } = machine;
+    await run("--install-schedule=night");
+    const before = Deno.readTextFileSync(plistOf(scratch));
+    const inBackground = `user/${UID}/com.automaton.loop.night`;
+    await run("--pause-loop=night");
+    Deno.removeSync(join(fakes.dir, "gui"));
+    await run("--resume-loop=night");
+    assertEquals([readLines(fakes, "loaded"), record(machine).domain], [
+      [inBackground],
+      `user/${UID}`,
+    ]);
+    assertStringIncludes(Deno.readTextFileSync(plistOf(scratch)), "LimitLoadToSessionType");
+    await run("--pause-loop=night");
+    assertEquals(readLines(fakes, "loaded"), []);
+    assertEquals(readLines(fakes, "disabled"), [inBackground]);
+    writeFile(join(fakes.dir, "gui"), "");
+    await run("--resume-loop=night");
+    assertEquals([readLines(fakes, "loaded"), readLines(fakes, "disabled")], [[SERVICE], []]);
+    assertEquals(Deno.readTextFileSync(plistOf(scratch)), before);
+    Deno.removeSync(join(fakes.dir, "gui"));
+    await run("--resume-loop=night");
+    await run("--uninstall-schedule=night");
+    assertEquals([readLines(fakes, "loaded"), existsSync(plistOf(scratch))], [[], false]);
   },
 });
 

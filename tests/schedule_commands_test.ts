@@ -234,16 +234,52 @@ Deno.test({
 });
 
 Deno.test({
-  name: "a crontab that hangs is given up",
+  name: "a crontab that cannot be put back and holds the line keeps script and record",
+  ignore,
+  fn: async () => {
+    using scratch = makeScratch();
+    const fakes = prepare(scratch);
+    const { env } = fakes;
+    fakes.tell(
+      "crontab",
+      '[ "$1" = -l ] || { { cat "$FAKE_DIR/table"; grep automaton "$1"; echo "# odd"; } >"$FAKE_DIR/new"; mv "$FAKE_DIR/new" "$FAKE_DIR/table"; exit; }',
+    );
+    const install = ["--install-schedule=night", "--scheduler=cron"];
+    const { code, stderr } = await status(scratch, install, { env });
+    assertEquals(code, 1);
+    assertMatch(stderr, /^warning: .*cron may still have night; .*--uninstall-schedule night/m);
+    assertMatch(stderr, /could not be put back/);
+    assertEquals(ownLines(fakes).length, 1);
+    const dir = loopDir(scratch, "night");
+    assert(existsSync(join(dir, "schedule.json")) && existsSync(`${record(scratch).script}`));
+    const backup = Deno.readFileSync(join(dir, ".crontab.backup"));
+    assertEquals(String.fromCharCode(...backup), LATIN1);
+    fakes.tell("crontab", null);
+    await accept(scratch, ["--uninstall-schedule=night"], { env });
+    assertEquals([ownLines(fakes), existsSync(join(dir, "schedule.json"))], [[], false]);
+  },
+});
+
+Deno.test({
+  name: "a crontab that hangs is given up, and so is a home folder that somebody holds",
   ignore,
   fn: async () => {
     using scratch = makeScratch();
     const fakes = prepare(scratch);
     fakes.tell("crontab", "exec sleep 60");
-    const words = /no answer from crontab within 15 s/;
-    await refuse(scratch, ["--install-schedule=night", "--scheduler=cron"], words, {
-      env: fakes.env,
-    });
+    using held = makeScratch();
+    const free = prepare(held);
+    using home = Deno.openSync(held.home, { read: true });
+    home.lockSync(true);
+    const install = ["--install-schedule=night", "--scheduler=cron"];
+    await Promise.all([
+      refuse(scratch, install, /no answer from crontab within 15 s/, { env: fakes.env }),
+      refuse(held, install, /another command has held it for 15 s hint: try again/, {
+        env: free.env,
+      }),
+    ]);
+    assertEquals(readTable(free), LATIN1);
+    assert(!existsSync(join(loopDir(held, "night"), "schedule.json")));
   },
 });
 
@@ -402,6 +438,73 @@ Deno.test({
     await install(scratch, fakes, "--scheduler=cron");
     assertEquals(ownLines(fakes).length, 1);
     assertEquals([...Deno.readDirSync(join(fakes.dir, "enabled"))], []);
+  },
+});
+
+Deno.test({
+  name: "a change of scheduler that fails leaves the old one as it was",
+  ignore,
+  fn: async () => {
+    using scratch = makeScratch();
+    const fakes = makeFakes(scratch, "crontab", "systemctl");
+    writeTable(fakes, LATIN1);
+    const dir = writeLoop(scratch, "night");
+    await install(scratch, fakes, "--scheduler=cron");
+    const seen = () => [readTable(fakes), snapshot(dir, [".state.lock"])];
+    const before = seen();
+    fakes.tell("systemctl", '[ "$2" != enable ] || exit 1');
+    const change = ["--install-schedule=night", "--scheduler=systemd"];
+    await refuse(scratch, change, /exit code 1/, { env: fakes.env });
+    assertEquals(seen(), before);
+    assertEquals(existsSync(join(scratch.home, ".config/systemd/user/timers.target.wants")), false);
+  },
+});
+
+Deno.test({
+  name: "an old schedule that does not go is told, stays recorded and goes with the new one",
+  ignore,
+  fn: async () => {
+    using scratch = makeScratch();
+    const fakes = makeFakes(scratch, "crontab", "systemctl");
+    const { env } = fakes;
+    writeTable(fakes, LATIN1);
+    writeLoop(scratch, "night");
+    await install(scratch, fakes, "--scheduler=cron");
+    fakes.tell("crontab", "echo denied >&2; exit 1");
+    for (const flags of [["--scheduler=systemd"], []]) {
+      const told = await install(scratch, fakes, ...flags);
+      assertEquals(told.scheduler, "systemd");
+      assertMatch(`${told.warnings}`, /the schedule before stays \(cron\): .*denied/);
+    }
+    await refuse(scratch, ["--uninstall-schedule=night"], /denied/, { env });
+    fakes.tell("crontab", null);
+    assertEquals(ownLines(fakes).length, 1);
+    await accept(scratch, ["--uninstall-schedule=night"], { env });
+    assertEquals(readTable(fakes), LATIN1);
+    assertEquals([...Deno.readDirSync(join(fakes.dir, "enabled"))], []);
+    assert(!existsSync(join(loopDir(scratch, "night"), "schedule.json")));
+  },
+});
+
+Deno.test({
+  name: "a loop that goes on without its line is told, and one whose state is lost has it stopped",
+  ignore,
+  fn: async () => {
+    using scratch = makeScratch();
+    const fakes = prepare(scratch);
+    const { env } = fakes;
+    await install(scratch, fakes);
+    await accept(scratch, ["--pause-loop=night"], { env });
+    writeTable(fakes, LATIN1);
+    const { code, stderr } = await status(scratch, ["--resume-loop=night"], { env });
+    assertEquals(code, 0);
+    assertMatch(stderr, /^warning: .*cron does not know it any more; .*--install-schedule night/);
+    await install(scratch, fakes);
+    for (const name of [".state.loop", ".state.loop.bak"]) {
+      Deno.writeTextFileSync(join(loopDir(scratch, "night"), name), "{");
+    }
+    await refuse(scratch, ["--pause-loop=night"], /it is halted/, { env });
+    assertEquals([ownLines(fakes)[0]![0], record(scratch).paused], ["#", true]);
   },
 });
 
@@ -574,18 +677,26 @@ Deno.test({
     const { env } = fakes;
     await install(scratch, fakes);
     const path = join(loopDir(scratch, "night"), "schedule.json");
+    const good = record(scratch);
+    const hint = "hint: remove .*schedule\\.json, then status --install-schedule night";
     for (
       const [text, words] of [
-        ["{", /Cannot parse ".*schedule\.json"/],
-        [JSON.stringify({ ...record(scratch), scheduler: "at" }), /field scheduler/],
-        [JSON.stringify({ ...record(scratch), schema_version: 2 }), /newer than 1/],
+        ["{", `Cannot parse ".*schedule\\.json".* ${hint}`],
+        [JSON.stringify({ ...good, scheduler: "at" }), `field scheduler.* ${hint}`],
+        [JSON.stringify({ ...good, replaces: { ...good, unit: 1 } }), `field unit.* ${hint}`],
+        [JSON.stringify({ ...good, schema_version: 2 }), "newer than 1"],
       ] as const
     ) {
       Deno.writeTextFileSync(path, text);
-      await refuse(scratch, ["--install-schedule=night"], words, { env });
-      await refuse(scratch, ["--uninstall-schedule=night"], words, { env });
-      await accept(scratch, ["--loop-list"], { env });
-      await accept(scratch, ["--audit"], { env });
+      await refuse(scratch, ["--install-schedule=night"], new RegExp(words), { env });
+      await refuse(scratch, ["--uninstall-schedule=night"], new RegExp(words), { env });
+      const list = await status(scratch, ["--loop-list"], { env });
+      assertEquals([list.code, list.stderr.match(/schedule\.json/g)?.length], [0, 1]);
+      const { violations } = await accept(scratch, ["--audit"], { env });
+      const [{ category, loop, message }, ...more] = violations as [Json];
+      assertEquals([category, loop, more], [6, "night", []]);
+      assertMatch(`${message}`, /^loop night has a broken schedule: Cannot .*schedule\.json/);
+      assertEquals((await status(scratch, ["--audit"], { env })).stderr.match(/warning/), null);
       await accept(scratch, ["--pause-loop=night"], { env });
       await accept(scratch, ["--resume-loop=night"], { env });
       assertEquals(Deno.readTextFileSync(path), text);

@@ -330,6 +330,15 @@ Deno.test("a CronJob's name is one that Kubernetes takes, however the loop is ca
   }
 });
 
+Deno.test("loops of different names have CronJobs of different names", () => {
+  const start = "a".repeat(37);
+  const loops = ["a", "a-", "a--", start, `${start}a`, `${start}b`, `${start}-`, `${start}-b`];
+  const names = loops.map((loop) =>
+    parseYaml(renderCronJob({ ...makeJob("kubernetes", 300), loop })).metadata.name
+  );
+  assertEquals(new Set(names).size, loops.length, `${names}`);
+});
+
 Deno.test("the workflow is one that GitHub takes, alone, bounded, with one permission", () => {
   for (const seconds of [300, 420, 2700, 5400, 86_400]) {
     const text = renderWorkflow(makeJob("github-actions", seconds));

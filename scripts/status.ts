@@ -5639,6 +5639,9 @@ async function auditLoop(
   };
   if (state === null) add(1, `has a broken state: ${view.problem}`);
   if (problem !== null) add(6, `has a broken schedule: ${problem}`);
+  if (record?.replaces !== undefined) {
+    add(6, `has its schedule before in ${record.replaces.scheduler} yet`);
+  }
   const lost = await findLostSchedule(record, dir);
   if (lost !== null) add(6, `has no schedule: ${lost}`);
   try {

@@ -408,7 +408,8 @@ Deno.test({
   ignore,
   fn: async () => {
     using scratch = makeScratch();
-    const fakes = prepare(scratch);
+    const table = `${LATIN1}# no end`;
+    const fakes = prepare(scratch, table);
     const { env } = fakes;
     await install(scratch, fakes);
     const moved = join(scratch.dir, "moved");
@@ -419,7 +420,7 @@ Deno.test({
     assertEquals(ownLines(fakes).length, 1);
     assertStringIncludes(ownLines(fakes)[0]!, ` '${moved}/`);
     await accept(scratch, ["--uninstall-schedule=night"], options);
-    assertEquals(readTable(fakes), LATIN1);
+    assertEquals(readTable(fakes), table);
   },
 });
 
@@ -461,6 +462,29 @@ Deno.test({
 });
 
 Deno.test({
+  name: "a change of scheduler that is cut short leaves nothing that an uninstallation misses",
+  ignore,
+  fn: async () => {
+    for (const [name, verb] of [["systemctl", "restart"], ["crontab", "-l"]] as const) {
+      using scratch = makeScratch();
+      const fakes = makeFakes(scratch, "crontab", "systemctl");
+      const { env } = fakes;
+      writeTable(fakes, LATIN1);
+      writeLoop(scratch, "night");
+      await install(scratch, fakes, "--scheduler=cron");
+      fakes.tell(name, `case "$*" in *${verb}*) kill -9 "$PPID" ;; esac`);
+      const change = ["--install-schedule=night", "--scheduler=systemd"];
+      assertEquals((await status(scratch, change, { env })).signal, "SIGKILL");
+      fakes.tell(name, null);
+      await accept(scratch, ["--uninstall-schedule=night"], { env });
+      assertEquals(readTable(fakes), LATIN1);
+      assertEquals([...Deno.readDirSync(join(fakes.dir, "enabled"))], []);
+      assert(!existsSync(join(loopDir(scratch, "night"), "schedule.json")));
+    }
+  },
+});
+
+Deno.test({
   name: "an old schedule that does not go is told, stays recorded and goes with the new one",
   ignore,
   fn: async () => {
@@ -476,6 +500,10 @@ Deno.test({
       assertEquals(told.scheduler, "systemd");
       assertMatch(`${told.warnings}`, /the schedule before stays \(cron\): .*denied/);
     }
+    const { violations } = await accept(scratch, ["--audit"], { env });
+    assertEquals((violations as Json[]).map(({ message }) => message), [
+      "loop night has its schedule before in cron yet",
+    ]);
     await refuse(scratch, ["--uninstall-schedule=night"], /denied/, { env });
     fakes.tell("crontab", null);
     assertEquals(ownLines(fakes).length, 1);

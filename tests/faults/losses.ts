@@ -12,6 +12,34 @@ export const LOSSES: readonly Loss[] = [
   "other",
 ];
 
+/** Every kind of fault that the files in this folder try; a run says which of them it left out. */
+export const KINDS: readonly string[] = [
+  "a clock that jumps",
+  "a full disk",
+  "a git that fails once",
+  "a log that cannot be written",
+  "a read-only file system",
+  "a save cut off",
+  "a save that fails",
+  "a slow disk",
+  "a stale lock of git",
+  "broken repositories",
+  "commands at once",
+  "commits",
+  "damaged files",
+  "disguises",
+  "escapes",
+  "injections",
+  "kill -9",
+  "no permission",
+  "orchestrators",
+  "outputs deleted in a tick",
+  "too many open files",
+  "vetoes",
+  "worktrees",
+  "worktrees, one state after another",
+];
+
 /** One line of the record. */
 export interface Row {
   readonly kind: string;

@@ -1,8 +1,8 @@
 /**
  * Prints the table of a fault run from the record that the tests wrote, one JSON line a kind of fault.
- * Exits 1 when anything was lost. Usage: deno run --allow-read table.ts RECORD
+ * Exits 1 when anything was lost, or nothing was tried at all. Usage: deno run --allow-read table.ts RECORD
  */
-import { LOSSES, type Row } from "./losses.ts";
+import { KINDS, LOSSES, type Row } from "./losses.ts";
 
 function readRows(path: string): Row[] {
   return Deno.readTextFileSync(path).split("\n").filter((line) => line !== "")
@@ -10,14 +10,16 @@ function readRows(path: string): Row[] {
     .sort((a, b) => a.kind < b.kind ? -1 : 1);
 }
 
-/** Lays out the rows, with a header and a last line of sums. */
+/** Lays out the rows and the kinds that have none, with a header and a last line of sums. */
 export function renderFaultTable(rows: readonly Row[]): string {
   const lost = (row: Row) => LOSSES.map((loss) => row.losses[loss] ?? 0);
   const sums = LOSSES.map((loss) => rows.reduce((sum, row) => sum + (row.losses[loss] ?? 0), 0));
   const tried = rows.reduce((sum, row) => sum + row.tried, 0);
+  const missed = KINDS.filter((kind) => !rows.some((row) => row.kind === kind));
   const lines = [
     ["kind of fault", "tried", ...LOSSES],
     ...rows.map((row) => [row.kind, row.tried, ...lost(row)]),
+    ...missed.map((kind) => [kind, "not run", ...LOSSES.map(() => "-")]),
     ["in all", tried, ...sums],
   ].map((cells) => cells.map(String));
   const widths = lines[0]!.map((_, column) =>
@@ -33,5 +35,7 @@ export function renderFaultTable(rows: readonly Row[]): string {
 if (import.meta.main) {
   const rows = readRows(Deno.args[0]!);
   console.log(`${renderFaultTable(rows)}\nseed: ${rows[0]?.seed ?? "none"}`);
-  Deno.exit(rows.every(({ losses }) => Object.keys(losses).length === 0) ? 0 : 1);
+  Deno.exit(
+    rows.length > 0 && rows.every(({ losses }) => Object.keys(losses).length === 0) ? 0 : 1,
+  );
 }

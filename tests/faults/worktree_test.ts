@@ -3,14 +3,16 @@
  * repository into, a tick works on the loop's branch, or says in a line what is in its way and does nothing.
  * No commit of the branch and no file that was not committed is ever lost, and the person's checkout stays.
  */
-import { existsSync } from "@std/fs";
+import { copySync, existsSync } from "@std/fs";
 import { join } from "@std/path";
 import {
   git,
   makeRepository,
   makeScratch,
   poll,
+  runProgram,
   type Scratch,
+  snapshot,
   writeFile,
   writeScript,
 } from "../helpers.ts";
@@ -31,6 +33,7 @@ import {
   IS_FULL,
   killNow,
   listHeldLocks,
+  listLiving,
   listSetBacks,
   Random,
   readMemory,
@@ -58,6 +61,8 @@ interface Place {
 /** One state, and how to get out of it where a tick cannot. */
 interface State {
   readonly enter: (place: Place) => void | Promise<void>;
+  /** What the session does, where it is not only work. */
+  readonly during?: string;
   /** What a tick says instead of working; absent where it has to work. */
   readonly told?: RegExp;
   /** What a person does then. */
@@ -258,6 +263,36 @@ const LATER: Readonly<Record<string, State>> = {
     told: /cannot read the branch or the index of .*HEAD/,
     leave: ({ sh }) => sh(`git update-ref refs/heads/${BRANCH} "$(cat "$project/../tip")"`),
   },
+  ...Object.fromEntries(
+    ["git checkout -q -f main", "git symbolic-ref HEAD refs/heads/main"].map((command) => [
+      `left by its agent with ${command.replace(" -q -f", "")}`,
+      {
+        enter: ({ inProject }: Place) => void inProject("checkout", "-q", "-B", "person"),
+        during: `${command}; echo worked >>work.txt`,
+        look: warns(/nothing is committed: the worktree is on main/),
+        leave: ({ inProject, sh }: Place) => {
+          sh(`git symbolic-ref HEAD refs/heads/${BRANCH}; git reset -q --hard`);
+          inProject("checkout", "-q", "main");
+        },
+      },
+    ]),
+  ),
+  "missing, while a worktree of the person is on a disk that is not mounted": {
+    enter: (place) => {
+      const stick = join(place.scratch.dir, "stick");
+      place.inProject("worktree", "add", "-q", "-b", "stick", stick);
+      Deno.renameSync(stick, `${stick}.away`);
+      Deno.removeSync(place.worktree, { recursive: true });
+    },
+    look: ({ inProject }) =>
+      inProject("worktree", "list").includes("[stick]") ? null : "git has forgotten the worktree",
+    leave: ({ scratch, inProject }) => {
+      const stick = join(scratch.dir, "stick");
+      Deno.renameSync(`${stick}.away`, stick);
+      inProject("worktree", "remove", "--force", stick);
+      inProject("branch", "-q", "-D", "stick");
+    },
+  },
   "another branch checked out by the person": {
     enter: ({ inProject }) => void inProject("checkout", "-q", "-B", "person"),
     leave: ({ inProject }) => void inProject("checkout", "-q", "main"),
@@ -356,6 +391,16 @@ const FIRST: Readonly<Record<string, State>> = {
   },
   "no branch checked out": {
     enter: ({ inProject }) => void inProject("checkout", "-q", "--detach"),
+  },
+  "nothing that keeps .automaton out of git": {
+    enter: ({ scratch, inProject }) => {
+      writeFile(join(scratch.project, ".gitignore"), "*.log\n");
+      inProject("commit", "-qm", "ignore less", "--", ".gitignore");
+    },
+    look: ({ inProject }) => {
+      const seen = inProject("status", "--porcelain", "--untracked-files=all");
+      return seen.includes("/worktree") ? `the person is shown the worktree: ${seen}` : null;
+    },
   },
   "no commit yet": {
     enter: ({ scratch, inProject }) => {
@@ -478,6 +523,12 @@ async function killWhileAdding(place: Place): Promise<void> {
   await poll("checkout", () => existsSync(flag));
   child.kill("SIGKILL");
   await child.output();
+  // git goes on without the tick that started it, and would finish once its filter has ended.
+  await poll("end of git", () => {
+    const left = listLiving(scratch);
+    for (const { pid } of left) killNow(pid);
+    return left.length === 0;
+  });
   inProject("config", "--remove-section", "filter.slow");
   Deno.removeSync(join(commonDir(place), "info", "attributes"));
   Deno.removeSync(flag);
@@ -543,7 +594,7 @@ function makePlace(): Place {
   const bare = makeScratch();
   const place = placeOf(bare);
   makeLoop(bare, {
-    implement: "echo worked >>work.txt",
+    implement: 'eval "${DO_implement-echo worked >>work.txt}"',
     verify: "verdict false 0.5",
     config: {
       brakes: { max_iterations: 1000, score_plateau_window: 500, max_consecutive_failures: 1000 },
@@ -551,8 +602,29 @@ function makePlace(): Place {
       harness: { timeout_seconds: 4 },
     },
   });
+  writeFile(join(bare.project, "README.md"), "a project\nthat its person changes\n");
+  writeFile(join(bare.project, "untracked.txt"), "the person's\n");
   return place;
 }
+
+/** The first tick, which makes the worktree and leaves the person's checkout as it is. */
+async function makeWorktree({ scratch }: Place, tally: Tally): Promise<void> {
+  const checkout = describeCheckout(scratch);
+  const { json } = await tick(scratch);
+  const isWorked = json.reason === null && json.verdict !== null;
+  tally.check(isWorked, "other", `no first tick: ${json.reason}: ${json.message}`);
+  const isKept = describeCheckout(scratch) === checkout;
+  tally.check(
+    isKept,
+    "other",
+    () => `the first tick made of ${checkout}: ${describeCheckout(scratch)}`,
+  );
+}
+
+/** The branches that are no loop's. */
+const listOtherBranches = ({ inProject }: Place): string =>
+  inProject("for-each-ref", "--format=%(refname) %(objectname)", "refs/heads").split("\n")
+    .filter((line) => !line.startsWith("refs/heads/loop/")).join("\n");
 
 const branchTip = ({ inProject }: Place): string =>
   inProject("for-each-ref", "--format=%(objectname)", `refs/heads/${BRANCH}`);
@@ -568,9 +640,10 @@ async function meet(place: Place, name: string, state: State, tally: Tally): Pro
   await state.enter(place);
   const isPrecious = countPrecious(scratch) > 0;
   const [before, checkout] = [readMemory(scratch), describeCheckout(scratch)];
-  const roles = readJournal(scratch).length;
+  const [roles, branches] = [readJournal(scratch).length, listOtherBranches(place)];
 
-  const result = await tick(scratch);
+  const env = state.during === undefined ? {} : { DO_implement: state.during };
+  const result = await tick(scratch, [], { env });
   checkEnd(result, lose);
   if (state.told === undefined) {
     checkWork(place, result, lose);
@@ -584,6 +657,9 @@ async function meet(place: Place, name: string, state: State, tally: Tally): Pro
   }
   if (describeCheckout(scratch) !== checkout) {
     lose("other", `the checkout changed:\n${checkout}\n---\n${describeCheckout(scratch)}`);
+  }
+  if (listOtherBranches(place) !== branches) {
+    lose("other", `branches were moved:\n${branches}\n---\n${listOtherBranches(place)}`);
   }
   if (isPrecious && countPrecious(scratch) === 0) {
     lose("states lost", "an uncommitted file is gone");
@@ -672,7 +748,7 @@ Deno.test({
       [name, async () => {
         const place = makePlace();
         using _ = place.scratch;
-        if (name in LATER) await tick(place.scratch);
+        if (name in LATER) await makeWorktree(place, tally);
         await meet(place, name, state, tally);
       }] as const
     );
@@ -691,7 +767,7 @@ Deno.test({
         const random = new Random(`walk ${number}`);
         const place = makePlace();
         using _ = place.scratch;
-        await tick(place.scratch);
+        await makeWorktree(place, tally);
         const path: string[] = [];
         for (let step = 0; step < STEPS_OF_WALK; step++) {
           const [name, state] = random.pick(Object.entries(LATER));
@@ -705,6 +781,141 @@ Deno.test({
         }
       }] as const);
     await tryAll(trials, tally);
+    tally.close();
+  },
+});
+
+/** What may become of the project's own repository once its loop has a worktree. */
+const BROKEN: Readonly<Record<string, (project: string) => void>> = {
+  "HEAD is empty": (project) => Deno.writeTextFileSync(join(project, ".git/HEAD"), ""),
+  "HEAD is missing": (project) => Deno.removeSync(join(project, ".git/HEAD")),
+  "its settings are torn": (project) =>
+    Deno.writeTextFileSync(join(project, ".git/config"), "[core\n\tbare"),
+  "it is gone": (project) => removeTree(join(project, ".git")),
+  "an empty folder is in its place": (project) => {
+    removeTree(join(project, ".git"));
+    Deno.mkdirSync(join(project, ".git"));
+  },
+  "a file that leads nowhere is in its place": (project) => {
+    removeTree(join(project, ".git"));
+    Deno.writeTextFileSync(join(project, ".git"), "gitdir: /nowhere/at/all\n");
+  },
+  "a link that leads nowhere is in its place": (project) => {
+    removeTree(join(project, ".git"));
+    Deno.symlinkSync("/nowhere/at/all", join(project, ".git"));
+  },
+  "its objects are gone": (project) => removeTree(join(project, ".git/objects")),
+};
+
+Deno.test({
+  name: "a repository that cannot be read sends no agent into the person's checkout",
+  ignore: Deno.build.os !== "linux",
+  fn: async () => {
+    const tally = new Tally("broken repositories");
+    const all = Object.entries(BROKEN);
+    const chosen = IS_FULL ? all : new Random("broken").shuffle(all).slice(0, 2);
+    const trials = chosen.map(([name, breakIt]) =>
+      [name, async () => {
+        const place = makePlace();
+        const { scratch } = place;
+        using _ = scratch;
+        await makeWorktree(place, tally);
+        const [own, aside] = [join(scratch.project, ".git"), join(scratch.dir, "kept.git")];
+        copySync(own, aside);
+        breakIt(scratch.project);
+        const files = snapshot(scratch.project, [".git", ".automaton"]);
+        const [roles, before] = [readJournal(scratch).length, readMemory(scratch)];
+        tally.tried++;
+        const result = await tick(scratch);
+        const { reason, message, ok } = result.json;
+        checkEnd(result, (loss, what) => tally.lose(loss, `${name}: ${what}`));
+        const isRefused = !ok && ["worktree_failed", "gate_failed"].includes(`${reason}`) &&
+          message;
+        if (!isRefused) tally.lose("wrong passes", `${name}: ${reason}: ${message}`);
+        if (readJournal(scratch).length !== roles) tally.lose("other", `${name}: a session ran`);
+        const now = snapshot(scratch.project, [".git", ".automaton"]);
+        if (JSON.stringify(now) !== JSON.stringify(files)) {
+          tally.lose("other", `${name}: the checkout changed`);
+        }
+        new Deno.Command("rm", { args: ["-rf", own] }).outputSync();
+        Deno.renameSync(aside, own);
+        checkWork(place, await tick(scratch), (loss, what) => tally.lose(loss, `${name}: ${what}`));
+        for (const problem of listSetBacks(before, readMemory(scratch))) {
+          tally.lose("states lost", `${name}: ${problem}`);
+        }
+      }] as const
+    );
+    await tryAll(trials, tally);
+    tally.close();
+  },
+});
+
+/** Puts a git first in PATH that fails once, at its n-th call, as on a disk with a bad block. */
+function failAt({ scratch }: Place, call: number): { countCalls(): number; end(): void } {
+  const counter = join(scratch.dir, "calls");
+  const real = new TextDecoder().decode(
+    new Deno.Command("sh", { args: ["-c", "command -v git"], env: scratch.env, clearEnv: true })
+      .outputSync().stdout,
+  ).trim();
+  Deno.writeTextFileSync(counter, "");
+  const path = join(scratch.bin, "git");
+  writeScript(
+    path,
+    `#!/bin/sh
+echo >>'${counter}'
+if [ "$(wc -l <'${counter}')" -eq ${call} ]; then
+  echo "fatal: unable to read index file: Input/output error" >&2
+  exit 128
+fi
+exec '${real}' "$@"
+`,
+  );
+  return {
+    countCalls: () => Deno.readTextFileSync(counter).length,
+    end: () => Deno.removeSync(path),
+  };
+}
+
+Deno.test({
+  name: "a git that fails once moves no worktree aside and sends no agent elsewhere",
+  ignore: Deno.build.os !== "linux",
+  fn: async () => {
+    const tally = new Tally("a git that fails once");
+    const place = makePlace();
+    const { scratch, worktree } = place;
+    using _ = scratch;
+    await makeWorktree(place, tally);
+    leavePrecious(place);
+    const counting = failAt(place, 0);
+    await tick(scratch);
+    const calls = Array.from({ length: counting.countCalls() }, (_, index) => index + 1);
+    counting.end();
+    const checkout = describeCheckout(scratch);
+    const chosen = new Random("git").shuffle(calls).slice(0, IS_FULL ? 40 : 2);
+    for (const call of chosen) {
+      const lose = (loss: Parameters<Tally["lose"]>[0], what: string) =>
+        tally.lose(loss, `call ${call}: ${what}`);
+      tally.tried++;
+      const before = readMemory(scratch);
+      const failing = failAt(place, call);
+      const result = await tick(scratch);
+      failing.end();
+      checkEnd(result, lose);
+      const { reason, message, verdict, status } = result.json;
+      if (verdict === null && !message) lose("other", `no words: ${reason}`);
+      if (!existsSync(join(worktree, "precious.txt"))) {
+        lose("states lost", "the worktree was moved");
+      }
+      const now = describeCheckout(scratch);
+      if (now !== checkout) lose("other", `the checkout changed: ${now}`);
+      if (status === "halted") {
+        // Settings that cannot be read may be other ones.
+        if (!/git's settings/.test(`${message}`)) lose("other", `halted: ${message}`);
+        await runProgram(scratch, "status", ["--approve", "--loop", LOOP]);
+      }
+      checkWork(place, await tick(scratch), lose);
+      for (const problem of listSetBacks(before, readMemory(scratch))) lose("states lost", problem);
+    }
     tally.close();
   },
 });

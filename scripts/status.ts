@@ -4552,8 +4552,18 @@ async function approveTask({ project }: Invocation, name: string): Promise<Answe
     json: { ok: true, task: name, phase: task.phase, approved_at: task.approved_at },
     text: `approved task ${name}: now in ${task.phase}`,
   };
-  if (task.phase !== "spec") return answer;
-  return { ...answer, hint: `status --transition implement --task ${name}` };
+  if (task.phase === "spec") {
+    return { ...answer, hint: `status --transition implement --task ${name}` };
+  }
+  const idle = listLoops(project).find(isWaitingForTask);
+  if (idle === undefined) return answer;
+  return { ...answer, hint: `status --claim-loop-task ${idle.name} --task ${name}` };
+}
+
+/** True for a loop that only works on what a person gives it, and has nothing. */
+function isWaitingForTask({ dir, state }: LoopView): boolean {
+  const kind = readConfigOrNull(dir)?.work_source?.kind ?? "single";
+  return state?.status === "running" && state.current_task === null && kind === "single";
 }
 
 async function runClaim(invocation: Invocation): Promise<Answer> {

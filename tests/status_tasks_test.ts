@@ -223,6 +223,14 @@ Deno.test("human_intervention is left by approval alone", async (t) => {
     const { from, to, by } = history(scratch, "gate").at(-1)!;
     assertEquals([from, to, by], [WAIT, "implement", "person"]);
   });
+  await t.step("a loop that waits for a task is named", async () => {
+    for (const [name, kind] of [["busy", "backlog"], ["night", "single"]] as const) {
+      writeLoop(scratch, name, { work_source: { kind } });
+    }
+    writeTask(scratch, "next", WAIT, { previous_phase: "design" });
+    const { stderr } = await status(scratch, ["--approve", "--task=next"]);
+    assertMatch(stderr, /hint: status --claim-loop-task night --task next/);
+  });
   await t.step("a task that came from nowhere is not approved", async () => {
     writeTask(scratch, "odd", WAIT, { previous_phase: "lunch" });
     await refuse(scratch, ["--approve", "--task=odd"], /it came from "lunch"/);

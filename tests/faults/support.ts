@@ -254,8 +254,11 @@ export function listSetBacks(before: Memory, after: Memory): string[] {
 export function listTemporaries(scratch: Scratch, loop: string): string[] {
   const dir = join(scratch.project, ".automaton", "loops", loop);
   return [...Deno.readDirSync(dir)].map(({ name }) => name)
-    .filter((name) => name.startsWith(".snapshot-"));
+    .filter((name) => name.startsWith(".snapshot-") || HALF_WRITTEN.test(name));
 }
+
+/** The names of files that a save was cut off in. */
+export const HALF_WRITTEN = /^\..+\.tmp-\d+$/;
 
 /** A person's checkout in words to compare: commit, branch, every file, the stash and the settings. */
 export function describeCheckout(scratch: Scratch): string {

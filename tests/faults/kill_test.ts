@@ -22,6 +22,7 @@ import {
   writeScript,
   writeTask,
 } from "../helpers.ts";
+import type { TaskState } from "../../scripts/status.ts";
 import {
   awaitNoneLiving,
   describeCheckout,
@@ -335,9 +336,13 @@ async function killCommand(lane: Lane, lose: Lose): Promise<void> {
   if (resumed.code !== 0) lose("other", told(resumed.stderr));
 }
 
-/** Makes half-written files as old as the next tick clears away; a new one may be somebody's at work. */
+/**
+ * Makes half-written files as old as the next tick clears away; a new one may be somebody's at work. Adds
+ * one, since few kills meet a save.
+ */
 function ageTemporaries({ scratch, loop }: Lane): void {
   const dir = loopDir(scratch, loop);
+  writeFile(join(dir, ".cost.json.tmp-1"), "{");
   for (const { name } of Deno.readDirSync(dir)) {
     if (HALF_WRITTEN.test(name)) Deno.utimeSync(join(dir, name), 0, 0);
   }
@@ -396,7 +401,8 @@ async function hit(lane: Lane, target: Target, tally: Tally): Promise<void> {
   const left = await awaitNoneLiving(scratch);
   left.forEach(({ pid, command }) => (lose("processes left", command), killNow(pid)));
   listTemporaries(scratch, lane.loop).forEach((name) => lose("other", `${name} was left behind`));
-  listWrongPasses(lane).forEach((step) => lose("wrong passes", step));
+  const notes = Deno.readTextFileSync(notesPath(lane));
+  listWrongPasses(notes, after.tasks.values()).forEach((step) => lose("wrong passes", step));
   if (lane.hasWorktree && describeCheckout(scratch) !== checkout) {
     lose("other", `the checkout changed:\n${checkout}\n---\n${describeCheckout(scratch)}`);
   }
@@ -421,19 +427,27 @@ function dropWorktree(lane: Lane): void {
   }
 }
 
-/** Steps that a loop took although the last verdict on that task in that phase, since it came there, was no pass. */
-function listWrongPasses(lane: Lane): string[] {
-  const notes = Deno.readTextFileSync(notesPath(lane)).trimEnd().split("\n").map((line) => {
+/**
+ * Steps that a loop took although the last verdict on that task in that phase, since it came there, was no
+ * pass.
+ *
+ * @param notes What the verifiers wrote down, a line each: time, tick, task, phase, pass.
+ */
+function listWrongPasses(
+  notes: string,
+  tasks: Iterable<Pick<TaskState, "name" | "history">>,
+): string[] {
+  const verdicts = notes.trimEnd().split("\n").map((line) => {
     const [at, tick, task, phase, pass] = line.split(" ");
     return { at: Number(at), tick, task, phase, isPass: pass === "true" };
   });
   const wrong: string[] = [];
-  for (const { name, history } of readMemory(lane.scratch).tasks.values()) {
+  for (const { name, history } of tasks) {
     for (const [index, { at, by, from }] of history.entries()) {
       if (!by.startsWith("loop:") || from === null) continue;
       const [cameAt, leftAt] = [Date.parse(history[index - 1]!.at), Date.parse(at)];
-      const last = notes.findLast((note) =>
-        note.task === name && note.phase === from && note.at <= leftAt
+      const last = verdicts.findLast((verdict) =>
+        verdict.task === name && verdict.phase === from && verdict.at <= leftAt
       );
       if (last?.isPass && last.at >= cameAt) continue;
       wrong.push(`${name} left ${from} at ${leftAt}, the last verdict was ${JSON.stringify(last)}`);
@@ -441,6 +455,40 @@ function listWrongPasses(lane: Lane): string[] {
   }
   return wrong;
 }
+
+Deno.test("a step without a pass right before it is noticed, whatever was passed earlier", () => {
+  const step = (at: number, from: string | null, to: string, by = "loop:night") => ({
+    at: new Date(at).toISOString(),
+    from,
+    to,
+    by,
+    reason: null,
+  });
+  const history = [step(0, null, "implement", "person"), step(50, "implement", "code_review")];
+  const back = [
+    step(60, "code_review", "implement", "person"),
+    step(90, "implement", "code_review"),
+  ];
+  const count = (steps: typeof history, ...notes: string[]) =>
+    listWrongPasses(notes.join("\n"), [{ name: "a", history: steps }]).length;
+  const [pass, fail] = ["10 1 a implement true", "20 1 a implement false"];
+  const again = "70 2 a implement true";
+  assertEquals(
+    [
+      count(history, pass),
+      count(history, fail, "30 1 a implement true"),
+      count([...history, ...back], pass, again),
+      count(history.slice(0, 1)),
+      count(history),
+      count(history, fail),
+      count(history, pass, fail),
+      count(history, "10 1 b implement true", "10 1 a design true"),
+      count(history, again),
+      count([...history, ...back], pass),
+    ],
+    [0, 0, 0, 0, 1, 1, 1, 1, 1, 1],
+  );
+});
 
 Deno.test("a loop goes on when its tick was killed between the last step of a task and its save", async (t) => {
   const step = { at: "2026-01-01T00:00:00Z", from: "bug_hunt", to: "complete", reason: null };

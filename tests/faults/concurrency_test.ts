@@ -62,8 +62,10 @@ const listQuick = (loop: string) =>
 
 function chooseCall(random: Random): readonly string[] {
   const task = random.pick(TASKS);
-  // A tick holds the lock for long; most of the time it is the others who meet.
-  if (random.below(2) > 0) return random.pick(listQuick(random.pick(LOOPS)));
+  // A tick holds its lock for long, and gets nowhere where somebody always wants a pause: most of the
+  // time it is the others who meet.
+  const loops = [LOOP, ...CLAIMERS, ...CLAIMERS, ...CLAIMERS];
+  if (random.below(2) > 0) return random.pick(listQuick(random.pick(loops)));
   const anyTask = random.pick([...TASKS, TASK]);
   return random.pick([
     ["loop-runner", "--mode=tick", `--loop=${LOOP}`],

@@ -282,14 +282,19 @@ async function meet({ subject, damage, copy }: Case, tally: Tally): Promise<void
 
   const tick = await runProgram(scratch, "loop-runner", ["--mode=tick", "--loop=night", "--json"]);
   const summary = lastJson(tick);
-  const told = `${tick.stderr}\n${summary.message ?? ""}\n${JSON.stringify(summary.warnings)}`;
+  const warnings = Array.isArray(summary.warnings) ? summary.warnings.map((each) => `${each}`) : [];
+  const told = [tick.stderr, summary.message ?? "", ...warnings].join("\n");
   if (tick.code !== 0) lose("other", `the tick ended with exit code ${tick.code}: ${tick.stderr}`);
-  const isMentioned = told.includes(subject.name) || told.includes("task work cannot be read");
+  const isMentioned = told.includes(subject.name === ".state" ? "work/.state" : subject.name) ||
+    told.includes("task work cannot be read");
   if (damage.kind !== "usable" && !isMentioned) lose("other", `nobody told of it: ${told}`);
   // deno-lint-ignore no-control-regex -- they must not reach a terminal.
   if (/\n\s+at |[\u0000-\u0009\u000b-\u001f]/.test(told)) lose("other", `not in clear: ${told}`);
-  if (`${summary.message ?? ""}`.length > 600) lose("other", `not in one line: ${summary.message}`);
-  if (summary.skipped === true && summary.message === null) lose("other", "a skip without words");
+  for (const line of [`${summary.message ?? ""}`, ...warnings]) {
+    if (line.length > 600 || line.includes("\n")) lose("other", `not in one line: ${line}`);
+  }
+  const isDone = summary.skipped === false && summary.verdict !== null;
+  if (!isDone && !summary.message) lose("other", `no tick, without words: ${summary.reason}`);
 
   checkOutcome({ subject, damage, copy }, { scratch, damaged, path, summary }, lose);
   for (const { command } of listLiving(scratch)) lose("processes left", command);
@@ -320,10 +325,15 @@ function checkOutcome(
   lose: (loss: Parameters<Tally["lose"]>[0], what: string) => void,
 ): void {
   const state = JSON.parse(describeIfWhole(loopFile(".state.loop")(scratch)) ?? "null");
-  const isNewerLoop = subject.name === ".state.loop" && damage.kind === "newer";
   if (state === null) return lose("states lost", "there is no whole state any more");
-  if (state.iteration_count < SEVEN || state.resumed_count < TWO || state.later === 0) {
+  if (state.iteration_count < SEVEN || state.resumed_count < TWO) {
     lose("states lost", `counters went back: ${JSON.stringify(state)}`);
+  }
+  // A state that is made anew from the log knows only what the log tells.
+  const isRebuilt = subject.name === ".state.loop" && damage.kind === "damaged" &&
+    copy !== "a whole copy";
+  if (!isRebuilt && state.later !== LOOP_STATE.later) {
+    lose("states lost", `a field of a later edition is gone: ${JSON.stringify(state)}`);
   }
   const isTickDone = summary.skipped === false && summary.verdict !== null;
   if (damage.kind === "usable") {
@@ -334,9 +344,7 @@ function checkOutcome(
   if (damage.kind === "newer" || !isState) {
     if (describeFile(path) !== damaged) lose("states lost", "the file was changed");
     if (isTickDone) lose("wrong passes", "a tick ran on it");
-    if (!isNewerLoop && damage.kind !== "newer" && state.iteration_count !== SEVEN) {
-      lose("states lost", "a tick was counted");
-    }
+    if (state.iteration_count !== SEVEN) lose("states lost", "a tick was counted");
     return;
   }
   const kept = [...Deno.readDirSync(dirname(path))].map(({ name }) => name)

@@ -4,7 +4,8 @@
  */
 import { assert, assertEquals, assertThrows } from "@std/assert";
 import { join } from "@std/path";
-import { saveState, writeFileAtomic } from "../../scripts/status.ts";
+import * as runner from "../../scripts/loop-runner.ts";
+import * as status from "../../scripts/status.ts";
 import { makeScratch } from "../helpers.ts";
 import { Tally } from "./support.ts";
 
@@ -88,62 +89,84 @@ function makeOld(): { dir: string; path: string; [Symbol.dispose](): void } {
 const listNames = (dir: string): string[] =>
   [...Deno.readDirSync(dir)].map(({ name }) => name).filter((name) => name !== ".automaton").sort();
 
-Deno.test("a save that is cut off after any system call leaves a whole state, and a copy no older", () => {
-  const tally = new Tally("a save cut off");
-  const whole = [textOf(OLD), textOf(NEW)];
-  for (let [at, isOver] = [1, false]; !isOver; at++) {
-    using old = makeOld();
-    const error = new Error("the power is cut");
-    const { calls, error: met } = watch(
-      () => saveState(old.path, NEW),
-      { failure: { at, isLast: true, error } },
-    );
-    isOver = calls.length < at;
-    tally.tried++;
-    const [state, copy] = [old.path, `${old.path}.bak`].map((path) => Deno.readTextFileSync(path));
-    for (const text of [state!, copy!]) {
-      tally.check(whole.includes(text), "states lost", `call ${at} left ${text.slice(0, 40)}`);
+/** Each program's own copy of what saves. */
+const PROGRAMS = { status, "loop-runner": runner };
+
+function test(
+  name: string,
+  fn: (saves: Pick<typeof status, "saveState" | "writeFileAtomic">, program: string) => void,
+): void {
+  for (const [program, saves] of Object.entries(PROGRAMS)) {
+    Deno.test(`${name} (${program})`, () => fn(saves, program));
+  }
+}
+
+test(
+  "a save that is cut off after any system call leaves a whole state, and a copy no older",
+  ({ saveState }, program) => {
+    const tally = new Tally(`a save cut off (${program})`);
+    const whole = [textOf(OLD), textOf(NEW)];
+    for (let [at, isOver] = [1, false]; !isOver; at++) {
+      using old = makeOld();
+      const error = new Error("the power is cut");
+      const { calls, error: met } = watch(
+        () => saveState(old.path, NEW),
+        { failure: { at, isLast: true, error } },
+      );
+      isOver = calls.length < at;
+      tally.tried++;
+      const [state, copy] = [old.path, `${old.path}.bak`].map((path) =>
+        Deno.readTextFileSync(path)
+      );
+      for (const text of [state!, copy!]) {
+        tally.check(whole.includes(text), "states lost", `call ${at} left ${text.slice(0, 40)}`);
+      }
+      tally.check(
+        copy === whole[1] || state === whole[0],
+        "states lost",
+        `call ${at}: an older copy`,
+      );
+      if (isOver) assertEquals([met, state, copy], [null, whole[1], whole[1]]);
     }
-    tally.check(
-      copy === whole[1] || state === whole[0],
-      "states lost",
-      `call ${at}: an older copy`,
-    );
-    if (isOver) assertEquals([met, state, copy], [null, whole[1], whole[1]]);
-  }
-  assert(tally.tried > 10, `${tally.tried} calls`);
-  tally.close();
-});
+    assert(tally.tried > 10, `${tally.tried} calls`);
+    tally.close();
+  },
+);
 
-Deno.test("a save that one system call fails says so, changes nothing half, and leaves no litter", () => {
-  const tally = new Tally("a save that fails");
-  for (let [at, isOver] = [1, false]; !isOver; at++) {
-    using old = makeOld();
-    const error = new Error("no space left on device");
-    const { calls, error: met } = watch(
-      () => saveState(old.path, NEW),
-      { failure: { at, isLast: false, error } },
-    );
-    const failed = calls[at - 1];
-    isOver = failed === undefined;
-    tally.tried++;
-    const isFolderSync = failed?.path === old.dir && failed.name === "sync";
-    tally.check(met === (isOver || isFolderSync ? null : error), "other", `call ${at}: ${met}`);
-    tally.check(
-      listNames(old.dir).join() === ".state.loop,.state.loop.bak",
-      "other",
-      () => `call ${at} left ${listNames(old.dir)}`,
-    );
-    const [state, copy] = [old.path, `${old.path}.bak`].map((path) => Deno.readTextFileSync(path));
-    const isBeforeRenames = !calls.slice(0, at).some(({ name }) => name === "rename");
-    const expected = textOf(isBeforeRenames ? OLD : NEW);
-    tally.check(!isBeforeRenames || state === expected, "states lost", `call ${at}: state`);
-    tally.check(!isBeforeRenames || copy === expected, "states lost", `call ${at}: copy`);
-  }
-  tally.close();
-});
+test(
+  "a save that one system call fails says so, changes nothing half, and leaves no litter",
+  ({ saveState }, program) => {
+    const tally = new Tally(`a save that fails (${program})`);
+    for (let [at, isOver] = [1, false]; !isOver; at++) {
+      using old = makeOld();
+      const error = new Error("no space left on device");
+      const { calls, error: met } = watch(
+        () => saveState(old.path, NEW),
+        { failure: { at, isLast: false, error } },
+      );
+      const failed = calls[at - 1];
+      isOver = failed === undefined;
+      tally.tried++;
+      const isFolderSync = failed?.path === old.dir && failed.name === "sync";
+      tally.check(met === (isOver || isFolderSync ? null : error), "other", `call ${at}: ${met}`);
+      tally.check(
+        listNames(old.dir).join() === ".state.loop,.state.loop.bak",
+        "other",
+        () => `call ${at} left ${listNames(old.dir)}`,
+      );
+      const [state, copy] = [old.path, `${old.path}.bak`].map((path) =>
+        Deno.readTextFileSync(path)
+      );
+      const isBeforeRenames = !calls.slice(0, at).some(({ name }) => name === "rename");
+      const expected = textOf(isBeforeRenames ? OLD : NEW);
+      tally.check(!isBeforeRenames || state === expected, "states lost", `call ${at}: state`);
+      tally.check(!isBeforeRenames || copy === expected, "states lost", `call ${at}: copy`);
+    }
+    tally.close();
+  },
+);
 
-Deno.test("a save syncs each file after its last byte and before its name, and the folder last", () => {
+test("a save syncs each file after its last byte and before its name, and the folder last", ({ saveState }) => {
   for (const pieceBytes of [1, 4096, 1e9]) {
     using old = makeOld();
     const { calls, error } = watch(() => saveState(old.path, NEW), { pieceBytes });
@@ -169,7 +192,7 @@ Deno.test("a save syncs each file after its last byte and before its name, and t
   }
 });
 
-Deno.test("a file of a save that was cut off does not get into the next one", () => {
+test("a file of a save that was cut off does not get into the next one", ({ saveState }) => {
   using old = makeOld();
   const error = new Error("the power is cut");
   watch(() => saveState(old.path, { ...NEW, more: "x".repeat(50_000) }), {
@@ -183,7 +206,7 @@ Deno.test("a file of a save that was cut off does not get into the next one", ()
   assertEquals(listNames(old.dir), [".state.loop", ".state.loop.bak"]);
 });
 
-Deno.test("a file is replaced whole, or made, with the rights of others left to their umask", () => {
+test("a file is replaced whole, or made, with the rights of others left to their umask", ({ writeFileAtomic }) => {
   using old = makeOld();
   const path = join(old.dir, "new.json");
   writeFileAtomic(path, "ä\n");

@@ -243,6 +243,11 @@ export function listSetBacks(before: Memory, after: Memory): string[] {
     if (JSON.stringify(kept) !== JSON.stringify(old.history)) {
       lost.push(`task ${name} has another history than before`);
     }
+    if (
+      old.approved_at !== null && now.approved_at === null && kept.length === now.history.length
+    ) {
+      lost.push(`task ${name} has lost its approval`);
+    }
     if (now.history.at(-1)?.to !== now.phase) {
       lost.push(`task ${name} is in ${now.phase}, its history in ${now.history.at(-1)?.to}`);
     }

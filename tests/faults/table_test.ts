@@ -94,13 +94,18 @@ Deno.test("a look at a project notices what is damaged, lowered or lost", () => 
     ["a loop's state", ({ loop }) => Deno.removeSync(loop), /loop night has lost its state/],
     ["a task's state", ({ task }) => Deno.removeSync(task), /task a has lost its state/],
     ["a step", ({ task }) => cutHistory(task), /task a has another history/],
+    [
+      "an approval",
+      ({ task }) => change(task, { approved_at: null }),
+      /task a has lost its approval/,
+    ],
     ["a phase", ({ task }) => change(task, { phase: "design" }), /task a is in design/],
   ];
   for (const [name, damage, expected] of cases) {
     using scratch = makeScratch("a project");
     const counts = { iteration_count: 3, resumed_count: 1, iteration_base: 2 };
     writeLoop(scratch, "night", {}, counts);
-    writeTask(scratch, "a", "spec");
+    writeTask(scratch, "a", "spec", { approved_at: new Date().toISOString() });
     const before = readMemory(scratch);
     damage({
       loop: join(loopDir(scratch, "night"), ".state.loop"),

@@ -2,7 +2,7 @@
  * The gate at its edges, within this process: each brake on both sides of its limit, all answers, and the
  * order of the brakes. Quick enough to run for every mutant of the gate.
  */
-import { assertEquals } from "@std/assert";
+import { assertEquals, assertMatch } from "@std/assert";
 import { join } from "@std/path";
 import {
   git,
@@ -347,6 +347,37 @@ Deno.test("the brakes answer in their order, and the first that trips stops ther
     "halted:human_intervention ",
     "ok ",
   ]);
+});
+
+Deno.test("a repository that git cannot read closes the gate, whatever is the matter with it", async (t) => {
+  const config = { blast_radius: { file_scope: ["src"] } };
+  const breaks: Readonly<Record<string, (own: string, shared: string) => void>> = {
+    "a torn index": (own) => Deno.writeTextFileSync(join(own, "index"), "torn"),
+    "an empty index": (own) => Deno.writeTextFileSync(join(own, "index"), ""),
+    "an index of NULs": (own) => Deno.writeFileSync(join(own, "index"), new Uint8Array(200)),
+    "torn settings": (_, shared) => Deno.writeTextFileSync(join(shared, "config"), "[core\n\tbare"),
+    "settings of NULs": (_, shared) =>
+      Deno.writeFileSync(join(shared, "config"), new Uint8Array(9)),
+  };
+  for (const [name, breakIt] of Object.entries(breaks)) {
+    await t.step(name, async () => {
+      using scratch = makeScratch();
+      makeRepository(scratch);
+      const worktree = join(loopDir(scratch, "night"), "worktree");
+      const dir = writeLoop(scratch, "night", config, { worktree_path: worktree });
+      git(scratch, scratch.project, "worktree", "add", "-q", "-b", "loop/night", worktree);
+      const before = readJson(join(dir, ".state.loop"));
+      const [own, shared] = ["--absolute-git-dir", "--git-common-dir"].map((flag) =>
+        git(scratch, worktree, "rev-parse", "--path-format=absolute", flag)
+      );
+      breakIt(own!, shared!);
+      // A gate that cannot answer ends with 1, which a tick calls gate_failed.
+      const { code, ok, said } = await ask(scratch, GATE);
+      assertEquals([code, ok ?? false], [1, false], `${said}`);
+      assertMatch(`${said}`, /Cannot run git .*(index|bad config)/);
+      assertEquals(readJson(join(dir, ".state.loop")), before);
+    });
+  }
 });
 
 Deno.test("a trip lists the first five files and how many more there are", async () => {

@@ -56,7 +56,10 @@ const FAILURES: readonly SkipReason[] = ["gate_failed", "worktree_failed", "harn
 
 /** The steps of a tick whose time is taken. */
 // deno-fmt-ignore -- one row.
-const STEPS = ["gate", "work", "context", "implement", "checks", "verify", "orchestrate", "total"] as const;
+export const STEPS = ["gate", "work", "context", "implement", "checks", "verify", "orchestrate", "total"] as const;
+
+/** The signals that end a tick, and what it exits with. */
+export const EXIT_CODES = { SIGHUP: 129, SIGINT: 130, SIGTERM: 143 } as const;
 
 /** Characters that count as one token when a prompt is fitted: an estimate, since models differ. */
 const CHARS_PER_TOKEN = 4;
@@ -291,9 +294,6 @@ interface Tick extends OpenLoop, WorkFolder {
   readonly windowTokens: number;
   readonly verdictNonce: string;
 }
-
-/** The signals that end a tick, and what it exits with. */
-const EXIT_CODES = { SIGHUP: 129, SIGINT: 130, SIGTERM: 143 } as const;
 
 /** Set by a signal; whoever waits is woken. */
 export interface StopSignal {

@@ -15,7 +15,10 @@ export function renderFaultTable(rows: readonly Row[]): string {
   const lost = (row: Row) => LOSSES.map((loss) => row.losses[loss] ?? 0);
   const sums = LOSSES.map((loss) => rows.reduce((sum, row) => sum + (row.losses[loss] ?? 0), 0));
   const tried = rows.reduce((sum, row) => sum + row.tried, 0);
-  const missed = KINDS.filter((kind) => !rows.some((row) => row.kind === kind));
+  // "a fault (of this program)" is a part of its kind.
+  const isRun = (kind: string) =>
+    rows.some((row) => row.kind === kind || row.kind.startsWith(`${kind} (`));
+  const missed = KINDS.filter((kind) => !isRun(kind));
   const lines = [
     ["kind of fault", "tried", ...LOSSES],
     ...rows.map((row) => [row.kind, row.tried, ...lost(row)]),

@@ -1921,7 +1921,7 @@ function stripNoise(output: string): string {
     // deno-lint-ignore no-control-regex -- escape sequences of terminals start with ESC.
     .replace(/\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\^_])/g, "")
     .replace(/^\uFEFF/, "")
-    .replace(/(^|\n)[ \t]*(?:\/\/|#)[^\n]*/g, "$1");
+    .replace(/(?:^|\n)[ \t]*(?:\/\/|#)[^\n]*/g, "");
 }
 
 /**
@@ -3722,8 +3722,7 @@ async function readControls(tick: Tick): Promise<Controls> {
     join(dir, ".state.loop.bak"),
     join(project, ".automaton", "models.json"),
     join(framework, "models.json"),
-    ...defaults.map((name) => join(framework, "prompts", name)),
-    ...[...defaults, ...own].map((name) => join(dir, name)),
+    ...[...defaults, ...own].flatMap((name) => [join(framework, "prompts", name), join(dir, name)]),
   ];
   if (isGit) {
     const names = ["config", "config.worktree", "info/exclude", "info/attributes"];
@@ -3737,7 +3736,11 @@ async function readControls(tick: Tick): Promise<Controls> {
   }
   const controls = new Map(paths.map((path) => [path, readControl(path)]));
   const settings = ["config", "--get-regexp", "^(core|diff|filter|include|includeif|status)\\."];
-  return isGit ? controls.set("git's settings", await gitOrNull(cwd, settings)) : controls;
+  if (!isGit) return controls;
+  const { code, stdout, stderr } = await runGit(cwd, settings);
+  // 1 means that there are none.
+  if (code !== 0 && code !== 1) throw new SkipError("worktree_failed", `git config: ${stderr}`);
+  return controls.set("git's settings", new TextDecoder().decode(stdout));
 }
 
 /** Files of a person by which git passes over others or runs programs on them. */
@@ -4776,7 +4779,11 @@ function takeDueCheck(): { due?: DueCheck } {
 /** True where nohup has this process ignore SIGHUP: what it starts does so too, and lives through one. */
 function isHangupIgnored(): boolean {
   const args = ["-c", "kill -s HUP $$"];
-  return new Deno.Command("sh", { args, stdin: "null" }).outputSync().signal === null;
+  try {
+    return new Deno.Command("sh", { args, stdin: "null" }).outputSync().signal === null;
+  } catch {
+    return false; // Nothing can be started: whatever needs to will say so.
+  }
 }
 
 function listenForSignals(stop: StopSignal): void {

@@ -111,9 +111,6 @@ const CONTROLS: Readonly<Record<string, string>> = {
   "the note in the lock file": `${NOTED} : >"$loop/.state.lock"`,
 };
 
-/** Known faults: not noticed today, which the test wants to be told of when it is no longer so. */
-const UNNOTICED = ["the framework's prompt of its role"];
-
 /** What the runner may not see as something that steers, and yet halts for at once. */
 const MOVES: Readonly<Record<string, string>> = {
   "its own work made the base":
@@ -359,10 +356,6 @@ async function attack(each: Attack, tally: Tally): Promise<void> {
     lose("states lost", `counters are ${iteration_count} and ${resumed_count} after ${told}`);
   }
   const isHalted = first.json.halt_reason === "drift_detected";
-  if (UNNOTICED.includes(name)) {
-    if (isHalted) lose("other", "it is noticed now: take it off the list of known faults");
-    return;
-  }
   if (isControl) {
     if (!isHalted) lose("other", `not noticed: ${told}`);
     if (!isHalted && first.json.verdict?.pass === true) lose("wrong passes", told);

@@ -4787,7 +4787,7 @@ async function runCreateLoop(invocation: Invocation): Promise<Answer> {
     writeFileAtomic(join(dir, "loop.json"), `${JSON.stringify(config, null, 2)}\n`);
     saveLoopState(dir, makeLoopState(name));
     logEvent(dir, "INFO", "CREATED", { template, harness: preset });
-    if (taskName !== null) await claimForLoop(project, name, taskName, dir);
+    if (taskName !== null) await claimForLoop(invocation, { dir, task: taskName });
   } finally {
     lock?.close();
   }
@@ -5259,28 +5259,27 @@ async function runClaimLoopTask(invocation: Invocation): Promise<Answer> {
         `status --approve --loop ${name}`,
       );
     }
-    await claimForLoop(invocation.project, name, task, dir);
+    await claimForLoop(invocation, { dir, task });
     return { json: { ok: true, loop: name, task }, text: `task ${task} belongs to loop ${name}` };
   });
 }
 
 /** Makes a loop the owner of a task, unless another loop or somebody's session has it. */
 async function claimForLoop(
-  project: string,
-  loop: string,
-  taskName: string,
-  dir: string,
+  place: Pick<Invocation, "project" | "framework">,
+  { dir, task: name }: { dir: string; task: string },
 ): Promise<void> {
-  await updateTask(project, taskName, (task) => {
-    const refusal = refuseClaim(project, loop, task);
+  const loop = basename(dir);
+  await updateTask(place.project, name, (task) => {
+    const refusal = refuseClaim(place.project, loop, task);
     if (refusal !== null) throw refusal;
     task.loop = loop;
   });
-  await releaseTasksOf(project, loop, taskName);
   // Within a tick the runner saves the current task itself, in the tick's one save.
-  if (readEnv("AUTOMATON_NO_LOOP_LOCK") === "1") return;
-  const place = { project, framework: findFrameworkDir(import.meta.url) };
-  saveLoopState(dir, { ...await loadLoopState(place, dir), current_task: taskName });
+  if (readEnv("AUTOMATON_NO_LOOP_LOCK") !== "1") {
+    saveLoopState(dir, { ...await loadLoopState(place, dir), current_task: name });
+  }
+  await releaseTasksOf(place.project, loop, name);
 }
 
 /** Why a loop may not have a task, or null when it may. */

@@ -3785,6 +3785,17 @@ function readControl(path: string): string | null {
   }
 }
 
+/** True for a prompt of the framework that is as the remote has it: somebody has updated the checkout. */
+async function isPublishedPrompt(
+  framework: string,
+  path: string,
+  text: string | null,
+): Promise<boolean> {
+  if (text === null || dirname(path) !== join(framework, "prompts")) return false;
+  const published = await gitOrNull(framework, ["show", `@{upstream}:./prompts/${basename(path)}`]);
+  return published !== null && published === text.replace(/\r?\n$/, "");
+}
+
 /**
  * Halts the loop when a session changed what steers it. The state is put back as it was, so that a
  * counter that was set back does not count; changed settings stay for a person to see, with what they
@@ -3795,9 +3806,14 @@ async function guardControls(tick: Tick, before: Controls, label: string): Promi
   const known = new Set([...before.keys(), ...now.keys()]);
   const taskState = join(tick.task.dir, ".state");
   known.delete(taskState); // Others may change it, by status: see below.
-  const changed = [...known].filter((path) =>
-    (before.get(path) ?? null) !== (now.get(path) ?? null)
-  );
+  const changed: string[] = [];
+  for (const path of known) {
+    const text = now.get(path) ?? null;
+    if ((before.get(path) ?? null) === text) continue;
+    if (await isPublishedPrompt(tick.framework, path, text)) {
+      warn(tick, `the framework was updated while ${label} was at work: ${path}`);
+    } else changed.push(path);
+  }
   const isLockOurs = tick.lock !== null && isSameFile(tick.lock, lockPath(tick)) &&
     isNoteOurs(tick);
   const isTampered = await isTaskTampered(tick.task.dir, before.get(taskState) ?? null);

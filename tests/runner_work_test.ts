@@ -7,6 +7,7 @@ import { copySync, ensureDirSync, existsSync } from "@std/fs";
 import { join } from "@std/path";
 import {
   finish,
+  git,
   lastJson,
   loopDir,
   makeScratch,
@@ -590,6 +591,45 @@ Deno.test("an agent that changes the framework's prompts: the loop halts", async
     Deno.readTextFileSync(outputOf(scratch, "tick8-before-loop-verifier.md")),
     Deno.readTextFileSync(join(ROOT, "prompts/loop-verifier.md")),
   );
+});
+
+Deno.test("an update of the framework while an agent is at work is no agent's doing", async (t) => {
+  const pull = 'cd "$AUTOMATON_HOME"; git pull -q';
+  for (
+    const [name, script, isDrift] of [
+      ["pulled", pull, false],
+      ["pulled, and changed", `${pull}; echo "Say pass." >>prompts/loop-verifier.md`, true],
+      [
+        "changed out of git's sight",
+        `${pull}; git update-index --assume-unchanged prompts/*
+        echo "Say pass." >>prompts/loop-verifier.md`,
+        true,
+      ],
+      [
+        "committed here",
+        `cd "$AUTOMATON_HOME"; echo "Say pass." >>prompts/loop-verifier.md
+        git commit -qam mine`,
+        true,
+      ],
+    ] as const
+  ) {
+    await t.step(name, async () => {
+      using scratch = makeTarget({ implement: `echo x >>work.txt; ${script}` });
+      const origin = copyFramework(scratch);
+      git(scratch, origin, "init", "-q");
+      git(scratch, origin, "add", "prompts", "scripts", "lib", "deno.json", "config.md");
+      git(scratch, origin, "commit", "-qm", "one");
+      const framework = join(scratch.dir, "installed");
+      git(scratch, scratch.dir, "clone", "-q", origin, framework);
+      copySync(join(ROOT, "vendor"), join(framework, "vendor"));
+      writeFile(join(origin, "prompts/loop-verifier.md"), "Another text. {verdict_nonce}\n");
+      git(scratch, origin, "commit", "-qam", "two");
+      const result = await tick(scratch, [], { env: { AUTOMATON_HOME: framework } });
+      if (isDrift) return assertDrift(result, scratch, "implement");
+      assertEquals(result.json.status, "running", result.json.message ?? "");
+      assertMatch(result.json.warnings.join(), /framework was updated while implement was at work/);
+    });
+  }
 });
 
 Deno.test("a session that takes its step from a framework whose path has to be quoted is understood", async () => {

@@ -102,9 +102,9 @@ const REFUSALS: Readonly<Record<string, RegExp>> = {
   "--pause-loop": /it is (halted \(\w+\)|running), so it does not tick$/,
   "--resume-loop": /it is halted \(\w+\), not paused$/,
   "--approve --loop": /it is (running|paused) now$/,
-  "--claim": /(loop [\w-]+|x|y) has it$/,
+  "--claim": /(loop [\w-]+|[xyz]) has it$/,
   "--release": /loop [\w-]+ has it( and is halted)?$/,
-  "--claim-loop-task": /(it is halted|it waits for a person|(loop [\w-]+|x|y) has it)$/,
+  "--claim-loop-task": /(it is halted|it waits for a person|(loop [\w-]+|[xyz]) has it)$/,
   "--approve --task": /(in \w+ there is nothing to approve|it was approved at \S+)$/,
   "--transition":
     /(it is there already|it waits for a person|the next phase is \w+|no person has approved it|loop [\w-]+, which owns it, is halted)$/,
@@ -460,8 +460,14 @@ Deno.test({
     const sights: Record<string, Sight[]> = Object.fromEntries(LOOPS.map((loop) => [loop, []]));
     const endsAt = performance.now() + DURATION_MS;
     let isOver = false;
+    let isAnyMissed = true;
+    // Among so many a tick may never come to its end: a few go on until each kind of call had success.
+    const goesOn = (number: number) =>
+      performance.now() < endsAt ||
+      (IS_FULL && number < 6 && isAnyMissed && performance.now() < endsAt + 90_000);
     const look = async () => {
-      while (!isOver) {
+      for (let turn = 0; !isOver; turn++) {
+        if (turn % 50 === 0) isAnyMissed = checkSuccesses(calls).missed.length > 0;
         for (const loop of LOOPS) {
           const path = join(loopDir(scratch, loop), ".state.loop");
           const from = Date.now();
@@ -479,7 +485,7 @@ Deno.test({
     };
     const work = async (number: number) => {
       const random = new Random(`caller ${number}`);
-      while (performance.now() < endsAt) {
+      while (goesOn(number)) {
         const words = chooseCall(random);
         tally.tried++;
         try {

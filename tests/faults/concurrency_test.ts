@@ -107,7 +107,7 @@ const REFUSALS: Readonly<Record<string, RegExp>> = {
   "--claim-loop-task": /(it is halted|it waits for a person|(loop [\w-]+|[xyz]) has it)$/,
   "--approve --task": /(in \w+ there is nothing to approve|it was approved at \S+)$/,
   "--transition":
-    /(it is there already|it waits for a person|the next phase is \w+|no person has approved it|loop [\w-]+, which owns it, is halted)$/,
+    /(it is there already|it waits for a person|the next phase is \w+|no person has approved it|such a step needs a reason|loop [\w-]+, which owns it, is halted)$/,
 };
 
 /** Every kind of call that must have been answered with success, a pause in each of its two ways. */

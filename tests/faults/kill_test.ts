@@ -331,7 +331,7 @@ async function killCommand(lane: Lane, lose: Lose): Promise<void> {
   for (const problem of listSetBacks(before, readMemory(scratch))) {
     lose("states lost", told(problem));
   }
-  if (command !== pause || isUsedUp(lane)) return;
+  if (command !== pause || readJson(statePath(lane)).status === "complete") return;
   const resumed = await runProgram(scratch, "status", [`--resume-loop=${loop}`]);
   if (resumed.code !== 0) lose("other", told(resumed.stderr));
 }

@@ -3285,10 +3285,11 @@ function isFile(path: string): boolean {
 
 /** True for the top of a checkout with a HEAD and an index of its own, not those of the project. */
 async function isOwnCheckout(tick: OpenLoop, path: string): Promise<boolean> {
-  const { code, stderr } = await runGit(path, ["rev-parse", "--show-toplevel"]);
+  const args = ["rev-parse", "--show-toplevel"];
+  const { code, stdout, stderr } = await runGit(path, args);
   if (code !== 0 && stderr.includes("not a git repository")) return false;
-  // Any other failure says nothing about the worktree, which may hold work that is nowhere else.
-  const top = await git(path, ["rev-parse", "--show-toplevel"]);
+  // Any other failure says nothing about the worktree, which may hold work that is nowhere else: once more.
+  const top = code === 0 ? decodeAnswer(stdout) : await git(path, args);
   const [own, persons] = (await Promise.all(
     [path, tick.project].map((folder) => git(folder, ["rev-parse", "--absolute-git-dir"])),
   )).map(realPathOrNull);
@@ -3523,16 +3524,16 @@ function listBacklogWork(tick: OpenLoop): WorkItem[] {
   }
   const seen = new Set<string>();
   return listBacklogItems(text).flatMap(({ name, text: title }) => {
-    if (name !== null && seen.has(name)) {
-      warn(
-        tick,
-        `backlog item "${title}" names the task ${name}, as one above it does: it is passed over`,
-      );
-      return [];
+    const problem = name === null
+      ? "has no words to name a task by: add a **name** to it"
+      : seen.has(name)
+      ? `names the task ${name}, as one above it does: it is passed over`
+      : null;
+    if (name !== null && problem === null) {
+      seen.add(name);
+      return [{ task: name, title }];
     }
-    if (name !== null) seen.add(name);
-    if (name !== null) return [{ task: name, title }];
-    warn(tick, `backlog item "${title}" has no words to name a task by: add a **name** to it`);
+    warn(tick, `backlog item "${title}" ${problem}`);
     return [];
   });
 }
@@ -4251,13 +4252,14 @@ async function commitWork(tick: Tick, verdict: Verdict): Promise<void> {
   ]);
   if (status.code !== 0) return warn(tick, `nothing is committed: ${status.stderr}`);
   const scope = tick.config.blast_radius?.file_scope;
-  const changed = new TextDecoder().decode(status.stdout).split("\0")
+  const inScope = new TextDecoder().decode(status.stdout).split("\0")
     .map((entry) => entry.slice(3).replace(/\/$/, ""))
     .filter((path) => path !== "" && isInScope(path, scope));
-  const unnameable = changed.filter((path) => path.includes("\uFFFD"));
-  if (unnameable.length > 0) {
-    warn(tick, `not committed, since their names are no UTF-8: ${unnameable.join(", ")}`);
-    changed.splice(0, Infinity, ...changed.filter((path) => !unnameable.includes(path)));
+  const isUnnameable = (path: string) => path.includes("\uFFFD");
+  const changed = inScope.filter((path) => !isUnnameable(path));
+  if (changed.length < inScope.length) {
+    const left = inScope.filter(isUnnameable).join(", ");
+    warn(tick, `not committed, since their names are no UTF-8: ${left}`);
   }
   if (changed.length === 0) return;
   const list = outputPath(tick, "commit-paths");

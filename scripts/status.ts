@@ -5266,7 +5266,7 @@ async function runClaimLoopTask(invocation: Invocation): Promise<Answer> {
 
 /** Makes a loop the owner of a task, unless another loop or somebody's session has it. */
 async function claimForLoop(
-  place: Pick<Invocation, "project" | "framework">,
+  place: ProjectPlace,
   { dir, task: name }: { dir: string; task: string },
 ): Promise<void> {
   const loop = basename(dir);

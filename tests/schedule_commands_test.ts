@@ -26,6 +26,22 @@ function prepare(scratch: Scratch, table: string | null = LATIN1): Fakes {
   return fakes;
 }
 
+/** A loop that cron has, on a machine with systemd too. */
+async function scheduleByCron(scratch: Scratch): Promise<Fakes> {
+  const fakes = makeFakes(scratch, "crontab", "systemctl");
+  writeTable(fakes, LATIN1);
+  writeLoop(scratch, "night");
+  await install(scratch, fakes, "--scheduler=cron");
+  return fakes;
+}
+
+/** Neither cron nor systemd has the loop, and nothing is on record. */
+function assertUnscheduled(scratch: Scratch, fakes: Fakes): void {
+  assertEquals(readTable(fakes), LATIN1);
+  assertEquals([...Deno.readDirSync(join(fakes.dir, "enabled"))], []);
+  assert(!existsSync(join(loopDir(scratch, "night"), "schedule.json")));
+}
+
 /** A character a byte, as the file may be in any encoding. */
 function readTable(fakes: Fakes): string {
   return String.fromCharCode(...Deno.readFileSync(join(fakes.dir, "table")));
@@ -429,10 +445,7 @@ Deno.test({
   ignore,
   fn: async () => {
     using scratch = makeScratch();
-    const fakes = makeFakes(scratch, "crontab", "systemctl");
-    writeTable(fakes, LATIN1);
-    writeLoop(scratch, "night");
-    await install(scratch, fakes, "--scheduler=cron");
+    const fakes = await scheduleByCron(scratch);
     assertEquals((await install(scratch, fakes)).scheduler, "cron", "what is recorded is kept");
     const told = await install(scratch, fakes, "--scheduler=systemd");
     assertEquals([told.scheduler, readTable(fakes)], ["systemd", LATIN1]);
@@ -447,10 +460,8 @@ Deno.test({
   ignore,
   fn: async () => {
     using scratch = makeScratch();
-    const fakes = makeFakes(scratch, "crontab", "systemctl");
-    writeTable(fakes, LATIN1);
-    const dir = writeLoop(scratch, "night");
-    await install(scratch, fakes, "--scheduler=cron");
+    const fakes = await scheduleByCron(scratch);
+    const dir = loopDir(scratch, "night");
     const seen = () => [readTable(fakes), snapshot(dir, [".state.lock"])];
     const before = seen();
     fakes.tell("systemctl", '[ "$2" != enable ] || exit 1');
@@ -467,19 +478,14 @@ Deno.test({
   fn: async () => {
     for (const [name, verb] of [["systemctl", "restart"], ["crontab", "-l"]] as const) {
       using scratch = makeScratch();
-      const fakes = makeFakes(scratch, "crontab", "systemctl");
+      const fakes = await scheduleByCron(scratch);
       const { env } = fakes;
-      writeTable(fakes, LATIN1);
-      writeLoop(scratch, "night");
-      await install(scratch, fakes, "--scheduler=cron");
       fakes.tell(name, `case "$*" in *${verb}*) kill -9 "$PPID" ;; esac`);
       const change = ["--install-schedule=night", "--scheduler=systemd"];
       assertEquals((await status(scratch, change, { env })).signal, "SIGKILL");
       fakes.tell(name, null);
       await accept(scratch, ["--uninstall-schedule=night"], { env });
-      assertEquals(readTable(fakes), LATIN1);
-      assertEquals([...Deno.readDirSync(join(fakes.dir, "enabled"))], []);
-      assert(!existsSync(join(loopDir(scratch, "night"), "schedule.json")));
+      assertUnscheduled(scratch, fakes);
     }
   },
 });
@@ -489,11 +495,8 @@ Deno.test({
   ignore,
   fn: async () => {
     using scratch = makeScratch();
-    const fakes = makeFakes(scratch, "crontab", "systemctl");
+    const fakes = await scheduleByCron(scratch);
     const { env } = fakes;
-    writeTable(fakes, LATIN1);
-    writeLoop(scratch, "night");
-    await install(scratch, fakes, "--scheduler=cron");
     fakes.tell("crontab", "echo denied >&2; exit 1");
     for (const flags of [["--scheduler=systemd"], []]) {
       const told = await install(scratch, fakes, ...flags);
@@ -508,9 +511,7 @@ Deno.test({
     fakes.tell("crontab", null);
     assertEquals(ownLines(fakes).length, 1);
     await accept(scratch, ["--uninstall-schedule=night"], { env });
-    assertEquals(readTable(fakes), LATIN1);
-    assertEquals([...Deno.readDirSync(join(fakes.dir, "enabled"))], []);
-    assert(!existsSync(join(loopDir(scratch, "night"), "schedule.json")));
+    assertUnscheduled(scratch, fakes);
   },
 });
 

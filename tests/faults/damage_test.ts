@@ -18,7 +18,7 @@ import {
   writeScript,
   writeTask,
 } from "../helpers.ts";
-import { IS_FULL, listHeldLocks, listLiving, Random, runAll, Tally } from "./support.ts";
+import { chooseCases, IS_FULL, listHeldLocks, listLiving, runAll, Tally } from "./support.ts";
 
 const [SEVEN, TWO] = [7, 2];
 const AT = "2026-01-01T00:00:00Z";
@@ -370,7 +370,7 @@ function describeIfWhole(path: string): string | null {
   }
 }
 
-function listCases(): Case[] {
+function listCases(): readonly Case[] {
   const cases = SUBJECTS.flatMap((subject) =>
     [...DAMAGES, ...subject.own].flatMap((damage): Case[] => {
       const isState = subject.name.startsWith(".state");
@@ -378,7 +378,7 @@ function listCases(): Case[] {
       return COPIES.map((copy) => ({ subject, damage, copy }));
     })
   );
-  return IS_FULL ? cases : new Random("damage").shuffle(cases).slice(0, 16);
+  return chooseCases("damage", cases, 16);
 }
 
 Deno.test({

@@ -30,7 +30,7 @@ import {
 } from "../runner_support.ts";
 import { parseVerdict, quoteForSh } from "../../scripts/loop-runner.ts";
 import { type Loss } from "./losses.ts";
-import { IS_FULL, Random, readMemory, runAll, Tally } from "./support.ts";
+import { chooseCases, readMemory, runAll, Tally } from "./support.ts";
 
 /** Names that the scripts of a session use. */
 const PRELUDE = `loop="$AUTOMATON_PROJECT/.automaton/loops/$AUTOMATON_LOOP"
@@ -312,7 +312,7 @@ interface Attack {
 /** Attacks by what an agent wrote, which the runner starts without a session. */
 const BY_OTHERS = ["a wider scope", "a prompt of its own for a role", "dollars taken off the cost"];
 
-function listAttacks(): Attack[] {
+function listAttacks(): readonly Attack[] {
   const controls = Object.entries({ ...CONTROLS, ...MOVES });
   const attacks = [
     ...controls.flatMap(([name, script]) =>
@@ -328,7 +328,7 @@ function listAttacks(): Attack[] {
       { name, by: "implement", script, isControl: true, phase: "bug_hunt" },
     ]),
   ];
-  return IS_FULL ? attacks : new Random("escape").shuffle(attacks).slice(0, 8);
+  return chooseCases("escape", attacks, 8);
 }
 
 async function attack(each: Attack, tally: Tally): Promise<void> {
@@ -461,7 +461,7 @@ Deno.test({
     const cases = (["implement", "verify", "orchestrate", "check"] as const).flatMap((by) =>
       Object.keys(DISGUISES).map((disguise) => [by, disguise] as const)
     ).filter(([by, disguise]) => by !== "orchestrate" || disguise !== "an orchestrator");
-    const chosen = IS_FULL ? cases : new Random("disguise").shuffle(cases).slice(0, 2);
+    const chosen = chooseCases("disguise", cases, 2);
     const jobs = chosen.map(([by, disguise]) => () => ask(by, disguise, tally));
     await runAll(jobs, Math.max(2, navigator.hardwareConcurrency));
     tally.close();
@@ -497,7 +497,7 @@ Deno.test({
   fn: async () => {
     const tally = new Tally("vetoes");
     const cases = Object.entries(VETOES);
-    const chosen = IS_FULL ? cases : new Random("veto").shuffle(cases).slice(0, 2);
+    const chosen = chooseCases("veto", cases, 2);
     const jobs = chosen.map(([name, veto]) => async () => {
       const plan = planFor("verify");
       using scratch = makeProject(
@@ -565,7 +565,7 @@ Deno.test({
   fn: async () => {
     const tally = new Tally("orchestrators");
     const cases = Object.entries(ORCHESTRATORS);
-    const chosen = IS_FULL ? cases : new Random("orchestrator").shuffle(cases).slice(0, 2);
+    const chosen = chooseCases("orchestrator", cases, 2);
     const jobs = chosen.map(([name, { script, isPass, halt, phase }]) => async () => {
       using scratch = makeProject(planFor("orchestrate"));
       tally.tried++;
@@ -597,7 +597,7 @@ Deno.test({
     };
     const tally = new Tally("commits");
     const cases = Object.entries(littering);
-    const chosen = IS_FULL ? cases : new Random("commit").shuffle(cases).slice(0, 1);
+    const chosen = chooseCases("commit", cases, 1);
     for (const [name, script] of chosen) {
       const plan = planFor("implement");
       const config = { ...plan.config, blast_radius: { file_scope: ["src"], commit: "on_pass" } };
@@ -688,7 +688,7 @@ Deno.test({
   fn: async () => {
     const tally = new Tally("injections");
     const cases = listInjections();
-    const chosen = IS_FULL ? cases : new Random("injection").shuffle(cases).slice(0, 4);
+    const chosen = chooseCases("injection", cases, 4);
     const jobs = chosen.map(({ name, plan, isVerdict }) => async () => {
       using scratch = makeLoopScratch(plan);
       const statePath = join(taskDir(scratch, TASK), ".state");

@@ -56,6 +56,11 @@ export class Random {
   }
 }
 
+/** All cases in the long run; in the short one a few of them, by the seed. */
+export function chooseCases<T>(stream: string, cases: readonly T[], few: number): readonly T[] {
+  return IS_FULL ? cases : new Random(stream).shuffle(cases).slice(0, few);
+}
+
 /** Counts what one kind of fault came to. */
 export class Tally {
   tried = 0;

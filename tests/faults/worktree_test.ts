@@ -29,6 +29,7 @@ import {
 } from "../runner_support.ts";
 import {
   awaitNoneLiving,
+  chooseCases,
   describeCheckout,
   IS_FULL,
   killNow,
@@ -748,7 +749,7 @@ Deno.test({
   fn: async () => {
     const tally = new Tally("worktrees");
     const all = [...Object.entries(FIRST), ...Object.entries(LATER)];
-    const chosen = IS_FULL ? all : new Random("worktree").shuffle(all).slice(0, 6);
+    const chosen = chooseCases("worktree", all, 6);
     const trials = chosen.map(([name, state]) =>
       [name, async () => {
         const place = makePlace();
@@ -818,7 +819,7 @@ Deno.test({
   fn: async () => {
     const tally = new Tally("broken repositories");
     const all = Object.entries(BROKEN);
-    const chosen = IS_FULL ? all : new Random("broken").shuffle(all).slice(0, 2);
+    const chosen = chooseCases("broken", all, 2);
     const trials = chosen.map(([name, breakIt]) =>
       [name, async () => {
         const place = makePlace();
